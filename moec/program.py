@@ -1,0 +1,185 @@
+"""Program: the intermediate representation that capture makes, passes rewrite and runtimes execute.
+
+A Program is an FX graph plus everything that a pass needs to know about it; there are no globals.
+
+* ``module.graph`` has one placeholder for every parameter and buffer and one for every tensor input, and returns a
+  flat tuple of output leaves.  ``node.meta["val"]`` is the fake tensor (or symbolic int) that the node yields;
+  ``node.meta["where"]`` the dotted path of the module that it came from;
+  ``node.meta["types"]`` (after ``shard``) its :data:`moec.placement.Types`.
+* ``params`` and ``inputs`` say what each placeholder is; ``out_spec`` how the flat outputs become the user's
+  return value (a Hugging Face dataclass, a dict, a tensor).
+* Sizes are symbolic.  Until ``shard`` they are *global*; after it the graph is the local program of one rank and
+  ``batch_symbols`` stand for local sizes.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from moec.placement import Types, show
+from moec.runtime.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A parameter or buffer placeholder.
+
+    ``name`` is the original name; experts of a ``ModuleList`` are one parameter ``[E, ...]`` whose name has ``*`` for
+    the expert index and whose ``members`` are the original names in order.  ``aliases`` are further original names of
+    the same tensor (tied weights).
+    """
+
+    placeholder: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    buffer: bool = False
+    persistent: bool = True
+    members: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    types: Types = field(default_factory=dict)
+    """Placement on the mesh; empty until ``shard``."""
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """A tensor input.  ``path`` is how the user passes it (``"input_ids"`` or ``"0"``); ``batch_dim`` the dim that is
+    split over dp, or None."""
+
+    placeholder: str
+    path: str
+    batch_dim: int | None
+    ndim: int
+    dtype: torch.dtype
+    static: tuple[int | None, ...] = ()
+    """Per dim the size that capture baked in, or None where any size will do."""
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """An output leaf: a tensor (``constant`` is None) with its types, or a constant that the graph does not compute."""
+
+    path: str
+    index: int | None
+    """Position among the graph's results, None for a constant."""
+    constant: Any = None
+    types: Types = field(default_factory=dict)
+    global_shape: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class MoEBlock:
+    """A MoE block that capture found: ``path`` of the module that owns the experts, and how it was raised."""
+
+    path: str
+    num_experts: int
+    top_k: int
+    stacked: tuple[str, ...]
+    """Names of the expert parameters, each ``[E, ...]``."""
+    guide: Any = None
+    """What raised it (``moec.capture.guide.Guide``), kept so that the proof can be repeated."""
+
+
+@dataclass
+class Program:
+    module: fx.GraphModule
+    params: dict[str, ParamSpec]
+    inputs: dict[str, InputSpec]
+    outputs: list[OutputSpec]
+    out_spec: pytree.TreeSpec
+    batch_symbols: frozenset[str] = frozenset()
+    training: bool = True
+    blocks: tuple[MoEBlock, ...] = ()
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    """get_attr targets -> tensors lifted by capture."""
+    mesh: Mesh = field(default_factory=Mesh)
+    facts: set[str] = field(default_factory=lambda: {"captured"})
+    """What holds of this graph: the vocabulary of ``PassContract.requires`` and ``provides``."""
+    grad_reductions: dict[str, str] = field(default_factory=dict)
+    """After ``lower``: parameter placeholder -> group key over which its gradient is summed when backward ends."""
+    why_not: list[str] = field(default_factory=list)
+    """Rewrites that were looked at and declined, each with its reason."""
+    layout_reasons: dict[str, str] = field(default_factory=dict)
+    """Parameter name -> who placed it and why."""
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    def placeholders(self) -> list[fx.Node]:
+        return [n for n in self.graph.nodes if n.op == "placeholder"]
+
+    def fork(self) -> Program:
+        """A copy whose graph can be rewritten without touching this one (parameters are specs, never copied)."""
+        module = fx.GraphModule(self.module, copy.deepcopy(self.graph))
+        return replace(
+            self,
+            module=module,
+            params=dict(self.params),
+            inputs=dict(self.inputs),
+            outputs=list(self.outputs),
+            constants=dict(self.constants),
+            facts=set(self.facts),
+            grad_reductions=dict(self.grad_reductions),
+            why_not=list(self.why_not),
+            layout_reasons=dict(self.layout_reasons),
+        )
+
+    def op_counts(self) -> Counter[str]:
+        return Counter(op_name(n) for n in self.graph.nodes if n.op == "call_function")
+
+    def render(self) -> str:
+        """The graph as readable text: one line a node with its shape, types and the module that it came from."""
+        lines, where = [], None
+        for n in self.graph.nodes:
+            here = n.meta.get("where", "")
+            if here != where and n.op == "call_function":
+                lines.append(f"# {here or '(top)'}")
+                where = here
+            lines.append(_render_node(n, self.params))
+        return "\n".join(lines) + "\n"
+
+    def diff(self, other: Program) -> str:
+        """Unified diff of the rendered graphs, ``self`` being the older one."""
+        return "".join(
+            difflib.unified_diff(self.render().splitlines(True), other.render().splitlines(True), "before", "after", n=1)
+        )
+
+
+def op_name(node: fx.Node) -> str:
+    """``aten.linear``, ``moec.permute``, ``getitem``: short and stable."""
+    t = node.target
+    if isinstance(t, torch._ops.OpOverload):
+        return f"{t.namespace}.{t._schema.name.split('::')[1]}"
+    return getattr(t, "__name__", str(t))
+
+
+def _render_node(n: fx.Node, params: dict[str, ParamSpec]) -> str:
+    kind = _show_val(n.meta.get("val"))
+    types = f"  [{show(n.meta['types'])}]" if n.meta.get("types") else ""
+    if n.op == "placeholder":
+        name = params[n.name].name if n.name in params else "input"
+        return f"{n.name}: {kind} = {name}{types}"
+    if n.op == "output":
+        return f"return {n.args[0]}"
+    if n.op == "get_attr":
+        return f"{n.name}: {kind} = constant {n.target}{types}"
+    args = ", ".join([str(a) for a in n.args] + [f"{k}={v}" for k, v in n.kwargs.items()])
+    return f"{n.name}: {kind} = {op_name(n)}({args}){types}"
+
+
+def _show_val(val: Any) -> str:
+    if isinstance(val, torch.Tensor):
+        return f"{str(val.dtype).removeprefix('torch.')}[{', '.join(map(str, val.shape))}]"
+    if isinstance(val, (tuple, list)):
+        return "(" + ", ".join(map(_show_val, val)) + ")"
+    return type(val).__name__ if val is not None else "?"

@@ -1,0 +1,126 @@
+"""Ranks as a mesh of atomic axes, fine enough for the dense and the expert factorisation at once.
+
+Rank order is row-major, outermost first: dense ``(dp, tp)`` and expert ``(edp, ep, etp)`` factor the *same* ranks
+(parallel folding).  Cutting the ranks at every boundary of either factorisation gives *atomic axes*; each of
+dp, tp, edp, ep, etp is then a set of atomic axes, and a value crosses from the dense to the expert mesh without any
+operation.  An axis is named after its two roles: ``dp_ep`` belongs to dp and to ep.
+
+Example: 4 ranks, dp=2, tp=2, ep=4 gives the axes ``dp_ep`` (2) and ``tp_ep`` (2); ep is both of them.
+
+A *group key* is how graphs name a process group before it exists: axis names joined by commas, in mesh order
+(``"dp_ep,tp_ep"``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+
+from .errors import MoecError
+
+DENSE_ROLES = ("dp", "tp")
+EXPERT_ROLES = ("edp", "ep", "etp")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One atomic axis: ``size`` ranks that play the role ``dense`` for dense values and ``expert`` for expert values."""
+
+    name: str
+    size: int
+    dense: str
+    expert: str
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Atomic axes, outermost first.  Axes of size 1 do not exist; one rank has no axis at all."""
+
+    axes: tuple[Axis, ...] = ()
+
+    @staticmethod
+    def of(dp: int = 1, tp: int = 1, ep: int = 1, etp: int = 1) -> Mesh:
+        """Build the mesh of ``dp * tp`` ranks; edp is what ep and etp leave.
+
+        Raises MoecError when ``ep * etp`` does not divide the ranks or the two factorisations do not nest.
+        """
+        world = dp * tp
+        if world % (ep * etp):
+            raise MoecError(f"ep*etp = {ep}*{etp} does not divide the {world} ranks of dp*tp = {dp}*{tp}", where="plan")
+        # Strides (innermost first) at which each factorisation passes from one role to the next.
+        cuts = sorted({1, tp, etp, etp * ep, world})
+        axes = []
+        for inner, outer in zip(cuts, cuts[1:], strict=False):
+            if outer % inner:
+                raise MoecError(
+                    f"the dense (dp={dp}, tp={tp}) and expert (ep={ep}, etp={etp}) factorisations do not nest: "
+                    f"{inner} does not divide {outer}",
+                    where="plan",
+                    way_out="choose tp, etp and ep*etp so that each divides the next larger one",
+                )
+            dense = "tp" if outer <= tp else "dp"
+            expert = "etp" if outer <= etp else "ep" if outer <= etp * ep else "edp"
+            axes.append(Axis(f"{dense}_{expert}", outer // inner, dense, expert))
+        return Mesh(tuple(reversed(axes)))
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(a.name for a in self.axes)
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(a.size for a in self.axes)
+
+    @property
+    def world(self) -> int:
+        return prod(self.shape)
+
+    def axis(self, name: str) -> Axis:
+        return next(a for a in self.axes if a.name == name)
+
+    def role(self, role: str) -> tuple[str, ...]:
+        """Names of the atomic axes that make up a role (dp, tp, edp, ep or etp), in mesh order."""
+        return tuple(a.name for a in self.axes if role in (a.dense, a.expert))
+
+    def size(self, axes: str | Iterable[str]) -> int:
+        """Number of ranks in a group over ``axes`` (a group key or axis names)."""
+        return prod(self.axis(n).size for n in self._split(axes))
+
+    def key(self, axes: Iterable[str]) -> str:
+        """The group key of a set of axes: mesh order, whatever order they come in."""
+        wanted = set(axes)
+        return ",".join(n for n in self.names if n in wanted)
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """Position of ``rank`` on each axis."""
+        out: dict[str, int] = {}
+        for a in reversed(self.axes):
+            rank, out[a.name] = divmod(rank, a.size)
+        return out
+
+    def index(self, rank: int, axes: str | Iterable[str]) -> int:
+        """Position of ``rank`` within its group over ``axes`` (major axis first)."""
+        at, i = self.coords(rank), 0
+        for n in self._split(axes):
+            i = i * self.axis(n).size + at[n]
+        return i
+
+    def group(self, rank: int, axes: str | Iterable[str]) -> tuple[int, ...]:
+        """The ranks of ``rank``'s group over ``axes``, ordered by index (which is ascending rank order)."""
+        return next(g for g in self.groups(axes) if rank in g)
+
+    def groups(self, axes: str | Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """Every group over ``axes``; together they hold each rank once."""
+        inside = set(self._split(axes))
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank, at in enumerate(product(*(range(s) for s in self.shape))):
+            outside = tuple(i for n, i in zip(self.names, at, strict=True) if n not in inside)
+            found.setdefault(outside, []).append(rank)
+        return tuple(tuple(g) for g in found.values())
+
+    def _split(self, axes: str | Iterable[str]) -> tuple[str, ...]:
+        names = axes.split(",") if isinstance(axes, str) else tuple(axes)
+        return tuple(n for n in self.names if n in set(names))
