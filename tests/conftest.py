@@ -1,0 +1,25 @@
+"""Shared by all tests: one thread a process, hypothesis profiles, the pool of gloo processes."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; worker processes inherit it
+
+import hypothesis
+import pytest
+import torch
+from pool import Pool
+
+torch.set_num_threads(1)
+
+# The everyday run repeats the same examples; MOEC_HYPOTHESIS=explore (nightly) draws new ones.
+hypothesis.settings.register_profile("repeat", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=300, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("MOEC_HYPOTHESIS", "repeat"))
+
+
+@pytest.fixture(scope="session")
+def gloo4():
+    """Four processes with a gloo process group, started at the first use: ``gloo4.run(fn, *args)``."""
+    pool = Pool(4)
+    yield pool
+    pool.close()
