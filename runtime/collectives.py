@@ -1,0 +1,121 @@
+"""The table of collectives: what each one does, and which one its gradient needs.
+
+``TABLE`` is the single source: the ops (``ops/convert.py``, ``ops/exchange.py``) take their forward and their
+registered backward from it, and so does the lockstep world (``world.py``).  The types I, R, S, V and P are those of the
+type system: I is the same on all ranks, R the same with a gradient that is a pending sum, S sharded on a dim,
+V ragged rows, P a pending sum.
+
+The dual of ``A -> B`` goes from the type of B's gradient to the type of A's.  Gradients have the types
+I: I,  R: P,  P: R,  S: S,  V: V.
+
+An op that communicates is a *start* op: it launches the work and its result may be read only after the wait node
+``torch.ops._c10d_functional.wait_tensor.default``.  The others (identity, slice, zero_pad) have no wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .torch_compat import WAIT
+
+GRADIENT_TYPE = {"I": "I", "R": "P", "P": "R", "S": "S", "V": "V"}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of collective.  ``kind`` is the name of its op in the ``moec`` namespace."""
+
+    kind: str
+    source: str
+    dest: str
+    primitive: str
+    """What moves the data: see PRIMITIVES."""
+    dual: str | None
+    """The kind that carries the gradient back, None where there is no gradient (integer counts)."""
+
+    @property
+    def needs_wait(self) -> bool:
+        return PRIMITIVES[self.primitive] is not None
+
+    @property
+    def op(self) -> torch._ops.OpOverload:
+        return getattr(torch.ops.moec, self.kind).default
+
+    def tensor_bytes(self, input_bytes: int, output_bytes: int) -> int:
+        """Size of the whole tensor that the collective is about, on one rank; 0 if nothing is communicated."""
+        return max(input_bytes, output_bytes) if self.needs_wait else 0
+
+    def wire_bytes(self, input_bytes: int, output_bytes: int, size: int) -> int:
+        """Bytes that one of ``size`` ranks sends, under ring algorithms; for the uneven exchange an upper bound
+        (how much stays at home is known only when it runs)."""
+        times = PRIMITIVES[self.primitive]
+        return 0 if times is None else times * max(input_bytes, output_bytes) * (size - 1) // size
+
+
+# Primitive -> how often a ring moves the whole tensor ((size-1)/size of it), None where nothing is communicated.
+PRIMITIVES: dict[str, int | None] = {
+    "identity": None,
+    "slice": None,
+    "zero_pad": None,
+    "all_reduce": 2,
+    "all_gather": 1,
+    "reduce_scatter": 1,
+    "all_to_all": 1,
+    "exchange": 1,
+    "counts": 1,
+}
+
+TABLE: dict[str, Collective] = {
+    c.kind: c
+    for c in (
+        #          kind               source dest  primitive         dual
+        Collective("i_to_r", "I", "R", "identity", "p_to_i"),
+        Collective("p_to_i", "P", "I", "all_reduce", "i_to_r"),
+        Collective("p_to_r", "P", "R", "all_reduce", "p_to_r"),
+        Collective("s_to_r", "S", "R", "all_gather", "p_to_s"),
+        Collective("p_to_s", "P", "S", "reduce_scatter", "s_to_r"),
+        Collective("s_to_i", "S", "I", "all_gather", "i_to_s"),
+        Collective("i_to_s", "I", "S", "slice", "s_to_i"),
+        Collective("r_to_s", "R", "S", "slice", "s_to_p"),
+        Collective("s_to_p", "S", "P", "zero_pad", "r_to_s"),
+        Collective("s_to_s", "S", "S", "all_to_all", "s_to_s"),
+        Collective("all_to_all", "V", "V", "exchange", "all_to_all_rows"),
+        Collective("all_to_all_rows", "V", "V", "exchange", "all_to_all_rows"),
+        Collective("exchange_counts", "V", "V", "counts", None),
+    )
+}
+COLLECTIVES = TABLE
+"""The registry that passes read (bytes, waits, groups); the same object as ``TABLE``."""
+
+CONVERSIONS = tuple(k for k, c in TABLE.items() if c.primitive not in ("exchange", "counts"))
+"""Kinds ``(x, dim, [to_dim,] size, group)``; the rest have signatures of their own."""
+
+
+def collective(target: Any) -> Collective | None:
+    """The table entry of an FX node's target, None if it is not a collective."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "moec":
+        return None
+    return TABLE.get(target._schema.name.removeprefix("moec::"))
+
+
+def is_start(target: Any) -> bool:
+    """Does ``target`` launch communication, so that its result may be read only after a wait?"""
+    found = collective(target)
+    return found is not None and found.needs_wait
+
+
+def is_wait(target: Any) -> bool:
+    return target is WAIT
+
+
+def needs_wait(kind: str) -> bool:
+    """Must a result of ``moec::<kind>`` pass a wait node before it is read?"""
+    return TABLE[kind].needs_wait
+
+
+def group_of(node: torch.fx.Node) -> str:
+    """The group key (before lowering) or group name (after it) of a collective node: always its last argument."""
+    return node.args[-1] if node.args else node.kwargs["group"]

@@ -1,0 +1,170 @@
+"""Typed conversions: one op ``moec::<kind>(x, dim, size, group)`` for every kind of ``collectives.CONVERSIONS``.
+
+``s_to_s`` has one dim more: ``moec::s_to_s(x, dim, to_dim, size, group)`` gathers ``dim`` and scatters ``to_dim``.
+
+* ``size`` is the number of ranks of ``group``; ``dim`` is ignored by identity and all-reduce kinds.
+* Backward is the dual of the table, launched *and waited for*; forward of a start op has its wait as a separate node.
+* A dim that is dealt out must be divisible by ``size`` (MoecError).  Symbolic dims are not guarded here: the pass that
+  inserts a conversion guards them once.
+* Gathers along a dim other than 0 move that dim to the front, communicate, and return a strided *view* of the buffer:
+  a copy would have to come after the wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..collectives import CONVERSIONS, TABLE
+from ..errors import MoecError
+from ..torch_compat import all_gather_flat, on_wait, process_group, reduce_scatter_flat, wait
+
+
+def convert(kind: str, x: Tensor, dim: int, to_dim: int, size: int, group: str) -> Tensor:
+    """Call the op of ``kind`` and wait for it if it is a start op (``to_dim`` matters to s_to_s only)."""
+    dims = (dim, to_dim) if kind == "s_to_s" else (dim,)
+    y = TABLE[kind].op(x, *dims, size, group)
+    return wait(y) if TABLE[kind].needs_wait else y
+
+
+def part_of(x: Tensor, dim: int, size: int, kind: str) -> int:
+    """Length of one of ``size`` equal parts of dim ``dim``."""
+    whole = x.shape[dim]
+    if isinstance(whole, int) and whole % size:
+        raise MoecError(
+            f"dim {dim} of a tensor of shape {tuple(x.shape)} has size {whole}, which {size} ranks do not divide",
+            where=f"moec::{kind}",
+            way_out="pad the dim or choose a degree that divides it",
+        )
+    return whole // size
+
+
+# --- What the ranks do: one function per primitive, (x, dim, to_dim, size, kind, group) -> tensor. --------------------
+
+
+def _identity(x: Tensor, dim: int, to_dim: int, size: int, kind: str, pg: dist.ProcessGroup) -> Tensor:
+    return x.clone()  # a custom op may not return its input
+
+
+def _slice(x: Tensor, dim: int, to_dim: int, size: int, kind: str, pg: dist.ProcessGroup) -> Tensor:
+    part = part_of(x, dim, size, kind)
+    return x.narrow(dim, pg.rank() * part, part).clone(memory_format=torch.contiguous_format)
+
+
+def _zero_pad(x: Tensor, dim: int, to_dim: int, size: int, kind: str, pg: dist.ProcessGroup) -> Tensor:
+    shape, part = list(x.shape), x.shape[dim]
+    shape[dim] = size * part
+    out = x.new_zeros(shape)
+    out.narrow(dim, pg.rank() * part, part).copy_(x)
+    return out
+
+
+def _all_reduce(x: Tensor, dim: int, to_dim: int, size: int, kind: str, pg: dist.ProcessGroup) -> Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    on_wait(out, dist.all_reduce(out, group=pg, async_op=True))
+    return out
+
+
+def _all_gather(x: Tensor, dim: int, to_dim: int, size: int, kind: str, pg: dist.ProcessGroup) -> Tensor:
+    mine = x.movedim(dim, 0).contiguous()
+    out = x.new_empty((size * mine.shape[0], *mine.shape[1:]))
+    on_wait(out, all_gather_flat(out, mine, group=pg, async_op=True))
+    return out.movedim(0, dim)
+
+
+def _reduce_scatter(x: Tensor, dim: int, to_dim: int, size: int, kind: str, pg: dist.ProcessGroup) -> Tensor:
+    part = part_of(x, dim, size, kind)
+    mine = x.movedim(dim, 0).contiguous()
+    out = x.new_empty((part, *mine.shape[1:]))
+    on_wait(out, reduce_scatter_flat(out, mine, group=pg, async_op=True))
+    return out.movedim(0, dim)
+
+
+def _all_to_all(x: Tensor, dim: int, to_dim: int, size: int, kind: str, pg: dist.ProcessGroup) -> Tensor:
+    # [.., dim, .., size*part, ..] -> [size, dim, ..., part, ...]: what goes to one rank lies together, ``dim`` first.
+    chunks = torch.stack([c.movedim(dim, 0) for c in x.split(part_of(x, to_dim, size, kind), to_dim)])
+    out = torch.empty_like(chunks)
+    on_wait(out, dist.all_to_all_single(out, chunks, group=pg, async_op=True))
+    return out.flatten(0, 1).movedim(0, dim)
+
+
+_RUN = {
+    "identity": _identity,
+    "slice": _slice,
+    "zero_pad": _zero_pad,
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}
+
+
+# --- What the fakes promise: the same shapes and strides. ----------------------------------------------------------
+
+
+def _fake(primitive: str, x: Tensor, dim: int, to_dim: int, size: int, kind: str) -> Tensor:
+    shape = list(x.shape)
+    if primitive == "identity":
+        return torch.empty_like(x)
+    if primitive == "all_reduce":
+        return x.new_empty(shape)
+    if primitive in ("slice", "reduce_scatter"):
+        shape[dim] = part_of(x, dim, size, kind)
+    else:
+        shape[dim] = shape[dim] * size
+    if primitive == "all_to_all":
+        shape[to_dim] = part_of(x, to_dim, size, kind)
+    if primitive in ("slice", "zero_pad"):
+        return x.new_empty(shape)
+    first = shape.pop(dim)
+    return x.new_empty((first, *shape)).movedim(0, dim)
+
+
+# --- One op per kind. ----------------------------------------------------------------------------------------------
+
+
+def _define(kind: str) -> Callable:
+    entry = TABLE[kind]
+    run, two_dims = _RUN[entry.primitive], kind == "s_to_s"
+    schema = "(Tensor x, int dim, int to_dim, int size, str group) -> Tensor"
+    if not two_dims:
+        schema = schema.replace(" int to_dim,", "")
+
+    def dims_of(x: Tensor, args: tuple) -> tuple[int, int, int, str]:
+        dim, to_dim, size, group = args if two_dims else (args[0], args[0], *args[1:])
+        n = max(x.ndim, 1)
+        if two_dims and dim % n == to_dim % n:
+            raise MoecError(f"dim and to_dim are both {dim}", where=f"moec::{kind}", way_out="name two different dims")
+        return dim % n, to_dim % n, size, group
+
+    def kernel(x: Tensor, *args) -> Tensor:
+        dim, to_dim, size, group = dims_of(x, args)
+        pg = process_group(group) if entry.primitive != "identity" else None
+        if pg is not None and pg.size() != size:
+            raise MoecError(f"size is {size} but group {group!r} has {pg.size()} ranks", where=f"moec::{kind}")
+        return run(x, dim, to_dim, size, kind, pg)
+
+    def fake(x: Tensor, *args) -> Tensor:
+        dim, to_dim, size, _ = dims_of(x, args)
+        return _fake(entry.primitive, x, dim, to_dim, size, kind)
+
+    def setup(ctx, inputs: tuple, output: Tensor) -> None:
+        ctx.args = dims_of(inputs[0], inputs[1:])
+
+    def backward(ctx, grad: Tensor):
+        dim, to_dim, size, group = ctx.args
+        if two_dims:
+            dim, to_dim = to_dim, dim  # what was scattered is gathered, and the other way round
+        grad = convert(entry.dual, grad, dim, to_dim, size, group)
+        return (grad, None, None, None, None) if two_dims else (grad, None, None, None)
+
+    op = torch.library.custom_op(f"moec::{kind}", kernel, mutates_args=(), schema=schema)
+    op.register_fake(fake)
+    op.register_autograd(backward, setup_context=setup)
+    return op
+
+
+OPS = {kind: _define(kind) for kind in CONVERSIONS}

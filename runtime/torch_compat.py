@@ -1,0 +1,94 @@
+"""Every private torch name that moec uses (``torch._*``, ``torch.distributed._*``), behind small functions.
+
+Tested with torch 2.13 and written for 2.11 to 2.13: a name that differs between these versions is chosen here and
+nowhere else.  When a new torch breaks moec, this is the file to look at.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _register_work, _resolve_process_group
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from .errors import MoecError
+
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+"""The wait node of a start op: returns its input once the collective that fills it has finished (differentiable)."""
+
+# torch 2.13 renamed the two flat collectives and warns about the old names.
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def wait(x: Tensor) -> Tensor:
+    """Block until the collective that fills ``x`` (or the buffer that it views) has finished."""
+    return WAIT(x)
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """The process group of a c10d ``group_name``, which is what collectives name in a lowered graph."""
+    try:
+        return _resolve_process_group(name)
+    except (RuntimeError, ValueError) as e:
+        raise MoecError(
+            f"there is no process group named {name!r} in this process",
+            where="group",
+            way_out="initialise torch.distributed and lower the graph: lowering replaces group keys (mesh axis names) "
+            "by the names of process groups",
+        ) from e
+
+
+def on_wait(x: Tensor, work: dist.Work) -> None:
+    """Make ``wait(x)`` wait for ``work``.  Works for any view of the buffer: the registry is keyed by storage."""
+    _register_work(x, work)
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """DTensor placement of a packed dim: each of ``split_factor`` equal blocks is sharded, not the dim as a whole."""
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+class PackedDTensor(DTensor):
+    """A DTensor whose local shard is several boxes of the global tensor (packed dims), as checkpoints must see it.
+
+    torch's own checkpoint code takes every local shard for one box and would write a packed one to the wrong place
+    without a word.  ``chunks`` are ``(global offset, local offset, size)`` for each box.  Results of operations are
+    plain DTensors.
+    """
+
+    chunks: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
+
+    @staticmethod
+    def wrap(
+        x: DTensor, chunks: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
+    ) -> PackedDTensor:
+        out = PackedDTensor(x._local_tensor.detach(), x._spec, requires_grad=False)
+        out.chunks = chunks
+        return out
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(at), sizes=torch.Size(size)) for at, _, size in self.chunks
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for at, local, size in self.chunks:
+            if index.offset == torch.Size(at):
+                return self._local_tensor[tuple(slice(o, o + n) for o, n in zip(local, size, strict=True))]
+        raise MoecError(f"no shard of this rank starts at {tuple(index.offset or ())}", where=index.fqn)

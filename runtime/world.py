@@ -1,0 +1,199 @@
+"""LockstepWorld: runs an SPMD graph for all ranks in one process, node by node.
+
+The same graph is the program of every rank, so one walk over its nodes serves them all: an ordinary node runs once per
+rank under eager autograd; a collective runs across the ranks' values, as one ``autograd.Function`` over all of them
+whose backward is the dual that ``collectives.TABLE`` names; a wait is the identity.  Then
+
+    outs = LockstepWorld(mesh).run(graph_module, inputs)      # inputs[rank] = values of the placeholders
+    torch.autograd.backward([o[0] for o in outs], [torch.ones(())] * mesh.world)
+
+leaves each rank's gradients on that rank's own leaves.  Groups are group keys of ``mesh`` (graphs before lowering).
+A graph that already contains its backward (AOTAutograd's joint graph) runs as well: its backward nodes are just nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from . import simulate
+from .collectives import TABLE, Collective, collective, is_wait
+from .errors import MoecError
+from .mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Event:
+    """One executed collective: ``bytes[rank]`` is ``Collective.tensor_bytes`` there."""
+
+    kind: str
+    group: str
+    bytes: tuple[int, ...]
+    node: str
+    phase: str
+    """``forward``, or ``backward`` when autograd ran it as the dual of ``node``."""
+
+
+class LockstepWorld:
+    """``log`` holds the collectives of all runs and backwards so far, in the order in which they were executed.
+
+    Args:
+        mesh: the ranks and their groups.
+        table: the table of collectives (tests pass sabotaged ones).
+    """
+
+    def __init__(self, mesh: Mesh, table: Mapping[str, Collective] = TABLE) -> None:
+        self.mesh = mesh
+        self.table = table
+        self.log: list[Event] = []
+
+    def run(self, module: fx.GraphModule, inputs: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+        """Run the graph; ``inputs[rank]`` are the values of its placeholders, in order.  Returns outputs per rank."""
+        nodes = list(module.graph.nodes)
+        placeholders = [n for n in nodes if n.op == "placeholder"]
+        if len(inputs) != self.mesh.world or any(len(i) != len(placeholders) for i in inputs):
+            raise MoecError(
+                f"{len(inputs)} ranks with {sorted({len(i) for i in inputs})} inputs each, for a mesh of "
+                f"{self.mesh.world} ranks and a graph with {len(placeholders)} placeholders",
+                where="LockstepWorld.run",
+            )
+        dies_at = _last_uses(nodes)
+        envs: list[dict[fx.Node, Any]] = [dict(zip(placeholders, mine, strict=True)) for mine in inputs]
+        for node in nodes:
+            if node.op == "output":
+                outs = [fx.map_arg(node.args[0], env.__getitem__) for env in envs]
+                return [tuple(o) if isinstance(o, (tuple, list)) else (o,) for o in outs]
+            if node.op != "placeholder":
+                for env, value in zip(envs, self._step(module, node, envs), strict=True):
+                    env[node] = value
+            for dead in dies_at.get(node, ()):
+                for env in envs:
+                    del env[dead]
+        raise MoecError("the graph has no output node", where="LockstepWorld.run")
+
+    def _step(self, module: fx.GraphModule, node: fx.Node, envs: list[dict[fx.Node, Any]]) -> list[Any]:
+        """The value of ``node`` on every rank."""
+        if node.op == "get_attr":
+            return [attrgetter(node.target)(module)] * len(envs)
+        calls = [(fx.map_arg(node.args, env.__getitem__), fx.map_arg(node.kwargs, env.__getitem__)) for env in envs]
+        try:
+            if node.op == "call_function" and is_wait(node.target):
+                return [args[0] for args, _ in calls]
+            if node.op == "call_function" and (found := collective(node.target)):
+                return self._collective(self.table[found.kind], node, calls)
+            return [_call(module, node, args, kwargs) for args, kwargs in calls]
+        except Exception as e:
+            e.add_note(f"while running {node.format_node()} of {node.meta.get('where') or '(top)'} for all ranks")
+            raise
+
+    def _collective(self, entry: Collective, node: fx.Node, calls: list[tuple[tuple, dict]]) -> list[Tensor]:
+        bound = [_bind(node.target, args, kwargs) for args, kwargs in calls]
+        key, size = bound[0]["group"], bound[0]["size"]
+        if not key or self.mesh.key(key.split(",")) != key or self.mesh.size(key) != size:
+            raise MoecError(
+                f"group {key!r} of size {size} is not a group of the mesh "
+                f"{dict(zip(self.mesh.names, self.mesh.shape, strict=True))}",
+                where=node.name,
+            )
+        xs = [next(iter(b.values())) for b in bound]  # the tensor that travels is the first argument of every op
+        if entry.primitive == "counts":
+            return self._across(entry, key, node, xs, lambda ranks, mine: simulate.counts(mine))
+        if entry.primitive == "exchange":
+            return self._exchange(entry, key, node, xs, bound)
+        dim = bound[0]["dim"]
+        return self._convert(entry, key, node, xs, dim, bound[0].get("to_dim", dim))
+
+    def _convert(
+        self, entry: Collective, key: str, node: fx.Node, xs: Sequence[Tensor], dim: int, to_dim: int
+    ) -> list[Tensor]:
+        back = (to_dim, dim) if entry.primitive == "all_to_all" else (dim, to_dim)
+
+        def forward(c: Collective, phase: str, values: Sequence[Tensor], dims: tuple[int, int]) -> list[Tensor]:
+            run = lambda ranks, mine: simulate.convert(c.primitive, mine, *dims)  # noqa: E731
+            return self._across(c, key, node, values, run, phase)
+
+        def backward(grads: Sequence[Tensor]) -> list[Tensor]:
+            return forward(self.table[entry.dual], "backward", grads, back)
+
+        return list(_Across.apply(lambda v: forward(entry, "forward", v, (dim, to_dim)), backward, *xs))
+
+    def _exchange(
+        self, entry: Collective, key: str, node: fx.Node, xs: Sequence[Tensor], bound: list[dict[str, Any]]
+    ) -> list[Tensor]:
+        sends, recvs = ([b[name] for b in bound] for name in ("send_R", "recv_R"))
+        rows = [b.get("rows") for b in bound]
+        rows_in = [x.shape[0] for x in xs]
+
+        def forward(c: Collective, phase: str, values: Sequence[Tensor], s: list, r: list, n: list) -> list[Tensor]:
+            def run(ranks: Sequence[int], mine: Sequence[Tensor]) -> list[Tensor]:
+                return simulate.exchange(mine, [s[i] for i in ranks], [r[i] for i in ranks], [n[i] for i in ranks])
+
+            return self._across(c, key, node, values, run, phase)
+
+        def backward(grads: Sequence[Tensor]) -> list[Tensor]:
+            return forward(self.table[entry.dual], "backward", grads, recvs, sends, rows_in)
+
+        return list(_Across.apply(lambda v: forward(entry, "forward", v, sends, recvs, rows), backward, *xs))
+
+    def _across(
+        self,
+        entry: Collective,
+        key: str,
+        node: fx.Node,
+        xs: Sequence[Tensor],
+        run: Callable[[Sequence[int], Sequence[Tensor]], list[Tensor]],
+        phase: str = "forward",
+    ) -> list[Tensor]:
+        """``run(ranks, their tensors)`` in every group of ``key``; results by rank."""
+        ys: dict[int, Tensor] = {}
+        for ranks in self.mesh.groups(key):
+            ys.update(zip(ranks, run(ranks, [xs[r] for r in ranks]), strict=True))
+        out = [ys[r] for r in range(self.mesh.world)]
+        moved = tuple(entry.tensor_bytes(x.nbytes, y.nbytes) for x, y in zip(xs, out, strict=True))
+        self.log.append(Event(entry.kind, key, moved, node.name, phase))
+        return out
+
+
+class _Across(torch.autograd.Function):
+    """A function of all ranks' tensors with a given backward.  Gradients that are missing arrive as zeros."""
+
+    @staticmethod
+    def forward(ctx, run, run_backward, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.run_backward = run_backward
+        return tuple(run(xs))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads: Tensor):
+        return None, None, *ctx.run_backward(grads)
+
+
+def _call(module: fx.GraphModule, node: fx.Node, args: tuple, kwargs: dict) -> Any:
+    if node.op == "call_method":
+        return getattr(args[0], node.target)(*args[1:], **kwargs)
+    target = module.get_submodule(node.target) if node.op == "call_module" else node.target
+    return target(*args, **kwargs)
+
+
+def _bind(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """Arguments by the names of the op's schema."""
+    names = [a.name for a in op._schema.arguments]
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _last_uses(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """Node -> values that nothing needs once it has run."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        last[node] = node  # a value without users dies at once
+        for used in node.all_input_nodes:
+            last[used] = node
+    dies: dict[fx.Node, list[fx.Node]] = {}
+    for value, at in last.items():
+        dies.setdefault(at, []).append(value)
+    return dies
