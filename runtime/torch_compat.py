@@ -6,10 +6,17 @@ nowhere else.  When a new torch breaks moec, this is the file to look at.
 
 from __future__ import annotations
 
+import contextlib
+
+import sympy
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _register_work, _resolve_process_group
+from torch._dynamo.source import LocalSource
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Placement
@@ -92,3 +99,36 @@ class PackedDTensor(DTensor):
             if index.offset == torch.Size(at):
                 return self._local_tensor[tuple(slice(o, o + n) for o, n in zip(local, size, strict=True))]
         raise MoecError(f"no shard of this rank starts at {tuple(index.offset or ())}", where=index.fqn)
+
+
+def expr(size: int | torch.SymInt) -> sympy.Expr:
+    """The sympy expression of a recorded size."""
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+# -- capture ---------------------------------------------------------------------------------------------------------
+
+
+def fake_mode() -> contextlib.AbstractContextManager:
+    """A mode of its own whose tensors have shapes (symbolic ones too) and no data."""
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def symbolic_fake(mode, tensor: Tensor, name: str) -> Tensor:
+    """A fake tensor of ``mode``, shaped like ``tensor``, with a symbol for every dim."""
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * tensor.dim())
+    return mode.from_tensor(tensor, static_shapes=False, source=LocalSource(name), symbolic_context=context)
+
+
+def without_modes() -> contextlib.AbstractContextManager:
+    """Inside, no fake or tracing dispatch mode is on: tensors are what they are."""
+    return _disable_current_modes()
+
+
+def is_fake(x: object) -> bool:
+    return isinstance(x, FakeTensor)
+
+
+def is_no_grad_region(target: object) -> bool:
+    """Is this the higher-order op that ``torch.export`` puts around ``with torch.no_grad()``?"""
+    return target is torch.ops.higher_order.wrap_with_set_grad_enabled
