@@ -106,6 +106,9 @@ class Program:
     """What holds of this graph: the vocabulary of ``PassContract.requires`` and ``provides``."""
     grad_reductions: dict[str, str] = field(default_factory=dict)
     """After ``lower``: parameter placeholder -> group key over which its gradient is summed when backward ends."""
+    expert_counts: dict[str, int] = field(default_factory=dict)
+    """After ``shard``: path of a MoE block -> position among the graph's results (past the outputs) of the int64 count of
+    this rank's tokens per expert."""
     why_not: list[str] = field(default_factory=list)
     """Rewrites that were looked at and declined, each with its reason."""
     layout_reasons: dict[str, str] = field(default_factory=dict)
@@ -130,6 +133,7 @@ class Program:
             constants=dict(self.constants),
             facts=set(self.facts),
             grad_reductions=dict(self.grad_reductions),
+            expert_counts=dict(self.expert_counts),
             why_not=list(self.why_not),
             layout_reasons=dict(self.layout_reasons),
         )

@@ -60,16 +60,10 @@ class Experts:
         """Rewrite ``rows, counts, row_of = permute(x, ids, E)`` in place."""
         ctx = self.ctx
         x, ids, num_experts = node.args
-        dealt: Types = {}
-        for axis in self.mesh.axes:
-            now = x.meta["types"][axis.name]
-            if now.sharded and now.dim != 0:
-                now = ctx.default_type(x)
-            dealt[axis.name] = R if axis.expert == "etp" else S(0)
-        original = {a: t if t in (S(0), R) or t.kind == "I" else ctx.default_type(x) for a, t in x.meta["types"].items()}
+        dealt: Types = {a.name: R if a.expert == "etp" else S(0) for a in self.mesh.axes}
+        # Tokens are whole rows: anything but a split of the token dim is undone first.
+        original = {a: t if t == S(0) or t.kind in "IR" else ctx.default_type(x) for a, t in x.meta["types"].items()}
         x = ctx.convert(x, original)
-        if any(original[a] == R and x.meta["grad"] and dealt[a].sharded for a in original):
-            original = {a: t for a, t in original.items()}
         region = Region(dealt=dealt, original=original)
         region.split_axes = tuple(a for a in dealt if dealt[a] == S(0) and not original[a].sharded)
         x, ids = self._deal(x, region, 0.0), self._deal(ids, region, -1)
@@ -165,7 +159,7 @@ class Experts:
     def _restored(self, now: Type, original: Type, node: fx.Node) -> Type:
         if now == original or (now == P and original.kind in "IR"):
             return now
-        if now == R and original.sharded:
+        if now == R and original.kind != "R":
             raise MoecError("etp ranks computed whole experts, whose gradient would be counted more than once",
                             where=node.meta.get("where", ""), way_out="a plan with etp=1, or a layout that splits the experts")
         return original

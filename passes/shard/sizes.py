@@ -13,9 +13,9 @@ import sympy
 import torch
 from torch import fx
 
-from moec.passes.shard.views import expr
 from moec.program import Program
 from moec.runtime.errors import MoecError
+from moec.runtime.torch_compat import expr
 
 
 class Sizes:

@@ -8,12 +8,8 @@ block of the merged one) and the others are *minor*: an input that is sharded th
 from __future__ import annotations
 
 import sympy
-import torch
 
-
-def expr(size) -> sympy.Expr:
-    """The sympy expression of a recorded size."""
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+from moec.runtime.torch_compat import expr
 
 
 def view_factors(src: tuple, dst: tuple) -> tuple[tuple[str | None, ...], tuple[str | None, ...]]:

@@ -1,0 +1,61 @@
+"""lower (eager): what remains is ordinary PyTorch that one rank can run.
+
+Contract
+    requires   sharded
+    provides   lowered: parameters enter the graph as they are stored; ``grad_reductions`` says what is still owed
+    preserves  values
+    never      reorders collectives
+
+Algorithm
+    1. Peel the I→R conversion off every parameter: forward it is the identity, backward it is the reduction of that
+       parameter's gradient.  Peeled, all reductions become one epilogue of the backward (bucketed, and deferrable by
+       gradient accumulation) instead of one collective each in the middle of it.
+    2. ``bind`` (once the process groups exist) replaces group keys by the names of real groups.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from moec.passes.contract import Pass, PassContract
+from moec.plan import Plan
+from moec.program import Program
+from moec.runtime.collectives import TABLE, collective, group_of
+
+
+def _run(program: Program, plan: Plan) -> Program:
+    for node in program.placeholders():  # 1
+        users = list(node.users)
+        # A parameter that is also used as it is (I on that axis) or converted in two ways keeps its conversions.
+        if node.name not in program.params or len(users) != 1 or users[0].target is not TABLE["i_to_r"].op:
+            continue
+        convert = users[0]
+        program.grad_reductions[node.name] = group_of(convert)
+        convert.replace_all_uses_with(node)
+        program.graph.erase_node(convert)
+        node.meta["types"] = convert.meta["types"]
+    program.graph.lint()
+    program.module.recompile()
+    return program
+
+
+def group_keys(program: Program) -> set[str]:
+    """Every group that the program communicates over, the gradient epilogue included."""
+    keys = {group_of(n) for n in program.graph.nodes if n.op == "call_function" and collective(n.target)}
+    return keys | set(program.grad_reductions.values())
+
+
+def bind(program: Program, names: dict[str, str]) -> Program:
+    """A fork whose collectives name real process groups: ``names`` maps group key -> c10d group name."""
+    bound = program.fork()
+    for node in bound.graph.nodes:
+        if node.op == "call_function" and collective(node.target):
+            node.args = fx.node.map_aggregate(node.args, lambda a: names.get(a, a) if isinstance(a, str) else a)
+    bound.module.recompile()
+    return bound
+
+
+CONTRACT = PassContract(
+    name="lower", requires=frozenset({"sharded"}), provides=frozenset({"lowered"}), conflicts_with=frozenset({"lowered"})
+)
+lower = Pass(CONTRACT, _run)

@@ -1,0 +1,232 @@
+"""normalize: one spelling for every thing that sharding looks at.
+
+Contract
+    requires   captured
+    provides   normalized
+    preserves  values (to rounding: a mean loss becomes a sum over a count)
+    never      changes a placeholder, an output or a MoE op
+
+Rewrites
+    1. Drop what only guards or copies: metadata asserts, clones, aliases, no-op slices, casts to the same dtype, ``x + 0``.
+    2. ``view``, ``_unsafe_view``, ``squeeze``, ``flatten`` become ``reshape``: whether a view is possible depends on strides,
+       which sharding changes.  ``pad`` becomes ``constant_pad_nd``, ``chunk`` becomes ``split``, ``copy(new_empty, x)`` its source.
+    3. An index by ``arange`` over the first dim is a batch dim, not a lookup: ``x[arange(B)[:, None], j]`` with j free of b
+       becomes ``x[:, j]``, so that the batch can be sharded there.
+    4. A mean that runs over the batch becomes sum / count, the mean cross entropy too: local sums and local counts add up
+       over ranks, whatever each rank's share (ignored labels, other lengths) is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from moec.passes.contract import Pass, PassContract
+from moec.plan import Plan
+from moec.program import Program, op_name
+from moec.runtime.errors import MoecError
+from moec.runtime.torch_compat import expr
+
+aten = torch.ops.aten
+INT_MAX = 2**63 - 1
+
+
+def _run(program: Program, plan: Plan) -> Program:
+    graph = program.graph
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        rewrite = _REWRITES.get(op_name(node))
+        if rewrite is not None:
+            with graph.inserting_before(node):
+                rewrite(program, node)
+    graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+    graph.lint()
+    program.module.recompile()
+    return program
+
+
+def _replace(node: fx.Node, other: fx.Node) -> None:
+    node.replace_all_uses_with(other)
+    node.graph.erase_node(node)
+
+
+def _new(node: fx.Node, target, args, val, **kwargs) -> fx.Node:
+    """A node that stands beside ``node``: same module, its value computed on fakes by ``val()``."""
+    new = node.graph.call_function(target, args, kwargs)
+    new.meta.update({k: v for k, v in node.meta.items() if k in ("where", "nn_module_stack", "stack_trace")})
+    new.meta["val"] = val
+    return new
+
+
+def _fake(fn: Callable, *args):
+    """Evaluate an op on the fake values of nodes."""
+    first = next(a for a in args if isinstance(a, fx.Node))
+    with first.meta["val"].fake_mode:
+        return fn(*[a.meta["val"] if isinstance(a, fx.Node) else a for a in args])
+
+
+# -- 1
+
+
+def _drop(program: Program, node: fx.Node) -> None:
+    if node.users:
+        raise MoecError(f"{node.name} ({op_name(node)}) has users", where=node.meta.get("where", ""))
+    node.graph.erase_node(node)
+
+
+def _forward(program: Program, node: fx.Node) -> None:
+    _replace(node, node.args[0])
+
+
+def _slice(program: Program, node: fx.Node) -> None:
+    args = list(node.args) + [0, None, None, 1][len(node.args) - 1 :]
+    x, dim, start, end, step = args[:5]
+    same = node.meta["val"].shape[dim] == x.meta["val"].shape[dim] if end != INT_MAX and end is not None else True
+    if start in (0, None) and step == 1 and (end in (None, INT_MAX) or same is True):
+        _replace(node, x)
+
+
+def _cast(program: Program, node: fx.Node) -> None:
+    if node.meta["val"].dtype == node.args[0].meta["val"].dtype and node.meta["val"].device == node.args[0].meta["val"].device:
+        _replace(node, node.args[0])
+
+
+def _add(program: Program, node: fx.Node) -> None:
+    x, other = node.args[:2]
+    if isinstance(other, int) and other == 0 and x.meta["val"].dtype == node.meta["val"].dtype:
+        _replace(node, x)
+
+
+# -- 2
+
+
+def _reshape(program: Program, node: fx.Node) -> None:
+    x, shape = node.args[0], list(node.meta["val"].shape)
+    if [expr(s) for s in x.meta["val"].shape] == [expr(s) for s in shape]:
+        _replace(node, x)
+        return
+    if op_name(node) == "aten.flatten" or op_name(node).endswith("squeeze"):
+        # One -1 at most; the sizes that remain symbolic are sizes of x (flatten merges into one dim, squeeze into none).
+        symbolic = [s for s in shape if not isinstance(s, int)]
+        merged = next((s for s in symbolic if all(expr(s) != expr(d) for d in x.meta["val"].shape)), symbolic[0] if symbolic else None)
+        shape = [s if isinstance(s, int) else -1 if s is merged else _size_of(node, x, s) for s in shape]
+    else:
+        shape = list(node.args[1])
+    _replace(node, _new(node, aten.reshape.default, (x, shape), node.meta["val"]))
+
+
+def _size_of(node: fx.Node, x: fx.Node, size) -> fx.Node:
+    dim = next(d for d, s in enumerate(x.meta["val"].shape) if expr(s) == expr(size))
+    return _new(node, aten.sym_size.int, (x, dim), x.meta["val"].shape[dim])
+
+
+def _pad(program: Program, node: fx.Node) -> None:
+    mode = node.args[2] if len(node.args) > 2 else "constant"
+    if mode != "constant":
+        return
+    value = node.args[3] if len(node.args) > 3 and node.args[3] is not None else 0.0
+    _replace(node, _new(node, aten.constant_pad_nd.default, (node.args[0], node.args[1], value), node.meta["val"]))
+
+
+def _chunk(program: Program, node: fx.Node) -> None:
+    dim = node.args[2] if len(node.args) > 2 else 0
+    sizes = [v.shape[dim] for v in node.meta["val"]]
+    if all(isinstance(s, int) for s in sizes):
+        _replace(node, _new(node, aten.split.Tensor, (node.args[0], sizes[0], dim), node.meta["val"]))
+
+
+def _copy(program: Program, node: fx.Node) -> None:
+    """copy(dst, src) is functionalised ``dst.copy_(src)``: src, cast and broadcast to dst."""
+    dst, src = node.args[:2]
+    if dst.meta["val"].dtype != src.meta["val"].dtype or dst.meta["val"].shape != src.meta["val"].shape:
+        raise MoecError("copy_ with a cast or broadcast is not supported", where=node.meta.get("where", ""))
+    _replace(node, src)
+
+
+# -- 3
+
+
+def _index(program: Program, node: fx.Node) -> None:
+    data, indices = node.args[0], list(node.args[1])
+    if len(indices) < 2 or any(i is None for i in indices) or not _is_iota(indices[0], data.meta["val"].shape[0]):
+        return
+    width = max(i.meta["val"].ndim for i in indices)
+    first = indices[0].meta["val"].shape
+    if len(first) != width or any(s != 1 for s in first[1:]) or width < 2:
+        return
+    rest = indices[1:]
+    if any(i.meta["val"].ndim == width and not (isinstance(i.meta["val"].shape[0], int) and i.meta["val"].shape[0] == 1) for i in rest):
+        return
+    # x[:, j] has shape [B, *j.shape]; j has a leading 1 where the batch was, if it is as wide as the index was.
+    trimmed = []
+    for i in rest:
+        if i.meta["val"].ndim == width:
+            i = _new(node, aten.select.int, (i, 0, 0), _fake(lambda t: t.select(0, 0), i))
+        trimmed.append(i)
+    out = _new(node, aten.index.Tensor, (data, [None, *trimmed]), node.meta["val"])
+    _replace(node, out)
+
+
+def _is_iota(node: fx.Node, length) -> bool:
+    """arange(length), seen through unsqueeze and no-op slices."""
+    while node.op == "call_function" and op_name(node) in ("aten.unsqueeze", "aten.reshape"):
+        node = node.args[0]
+    if node.op != "call_function" or op_name(node) != "aten.arange" or node.kwargs.get("step", 1) != 1 or len(node.args) > 1:
+        return False
+    return bool(expr(node.meta["val"].shape[0]) == expr(length))
+
+
+# -- 4
+
+
+def _carries_batch(program: Program, size) -> bool:
+    return any(str(s) in program.batch_symbols for s in expr(size).free_symbols)
+
+
+def _mean(program: Program, node: fx.Node) -> None:
+    x = node.args[0]
+    shape = x.meta["val"].shape
+    dims = node.args[1] if len(node.args) > 1 else None
+    over = range(len(shape)) if not dims else [d % len(shape) for d in dims]
+    if not any(_carries_batch(program, shape[d]) for d in over) or node.kwargs.get("dtype") is not None:
+        return
+    rest = (list(over), *(node.args[2:3] or (False,)))
+    total = _new(node, aten.sum.dim_IntList, (x, *rest), node.meta["val"])
+    ones = _new(node, aten.ones_like.default, (x,), _fake(torch.ones_like, x))
+    count = _new(node, aten.sum.dim_IntList, (ones, *rest), node.meta["val"])
+    _replace(node, _new(node, aten.div.Tensor, (total, count), node.meta["val"]))
+
+
+def _cross_entropy(program: Program, node: fx.Node) -> None:
+    names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
+    defaults = (None, None, None, 1, -100, 0.0)
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    x, target, weight, reduction, ignore, smoothing = (given.get(n, d) for n, d in zip(names, defaults, strict=True))
+    if reduction != 1 or target.meta["val"].dtype.is_floating_point:
+        return
+    if weight is not None:
+        raise MoecError("cross_entropy with class weights and reduction='mean' is not supported", where=node.meta.get("where", ""),
+                        way_out="reduction='sum' divided by your own normaliser")
+    total = _new(node, aten.cross_entropy_loss.default, (x, target, None, 2, ignore, smoothing), node.meta["val"])
+    valid = _new(node, aten.ne.Scalar, (target, ignore), _fake(lambda t: t.ne(ignore), target))
+    count = _new(node, aten.sum.default, (valid,), _fake(torch.sum, valid))
+    _replace(node, _new(node, aten.div.Tensor, (total, count), node.meta["val"]))
+
+
+_REWRITES: dict[str, Callable[[Program, fx.Node], None]] = {
+    "aten._assert_tensor_metadata": _drop, "aten._assert_scalar": _drop, "aten.sym_constrain_range_for_size": _drop,
+    "aten.clone": _forward, "aten.alias": _forward, "aten.lift_fresh_copy": _forward, "aten.contiguous": _forward,
+    "aten.slice": _slice, "aten._to_copy": _cast, "aten.add": _add,
+    "aten.view": _reshape, "aten._unsafe_view": _reshape, "aten.reshape": _reshape, "aten.squeeze": _reshape, "aten.flatten": _reshape,
+    "aten.pad": _pad, "aten.chunk": _chunk, "aten.copy": _copy,
+    "aten.index": _index,
+    "aten.mean": _mean, "aten.cross_entropy_loss": _cross_entropy,
+}  # fmt: skip
+
+CONTRACT = PassContract(
+    name="normalize", requires=frozenset({"captured"}), provides=frozenset({"normalized"}), conflicts_with=frozenset({"sharded"})
+)
+normalize = Pass(CONTRACT, _run)

@@ -1,0 +1,299 @@
+"""Layout: which dim of which parameter is sharded, inferred from the graph alone or said by the user.
+
+``auto`` finds column/row pairs without knowing any module.  Every weight of a linear or grouped GEMM gets a *tag* on
+its output dim.  Tags flow forward through the factor rules.  A tag that arrives at the contraction of another weight
+ends there well: the first weight can be sharded on its output (column), the second on its input (row), and everything
+between needs no communication.  A tag that meets a blocked dim (a norm, a softmax, the output) or a residual stream
+that does not carry it is *leaked*: sharding it would cost a gather.  Tags that meet in one dim (gate and up; q, k and v
+at the attention) stand or fall together.
+
+1. Tag the output dim of every weight; flow.
+2. Union tags that share a dim; a union is good if no tag of it leaked and at least one ended at a weight.
+3. Dense unions are sharded over tp, expert unions over etp; expert weights are sharded over ep on dim 0 besides.
+4. A dict layout overrides by module pattern.  Matching only locates; types are propagated the same way for all.
+
+Every static size that a good tag passed (heads, kv heads, widths) must be divisible by the degree: those are the
+``Limit`` s that plan validation reports.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+
+from torch import fx
+
+from moec.passes.shard.rules import is_getitem, operands, rule_for, shape, split_parts
+from moec.placement import I, S, Type
+from moec.plan import Limit, Plan
+from moec.program import Program, op_name
+
+GEMMS = {"aten.linear": (0, 1), "moec.grouped_mm": (2, 1)}
+"""op -> (output dim, contraction dim) of its weight operand, which is operand 1."""
+
+
+@dataclass
+class Weight:
+    """A parameter seen through the transposes between it and the GEMM that uses it."""
+
+    placeholder: str
+    dims: tuple[int, ...]
+    """dims[i]: which dim of the parameter is dim i of the weight operand."""
+
+
+@dataclass
+class Tag:
+    node: fx.Node
+    weight: Weight
+    leaked: str = ""
+    ends: list[fx.Node] = field(default_factory=list)
+    sizes: dict[int, str] = field(default_factory=dict)
+    vectors: set[tuple[str, int]] = field(default_factory=set)
+    """Parameters met on the way that carry the tagged dim (biases): (placeholder, dim)."""
+    parts: int = 1
+
+
+@dataclass
+class Layout:
+    """``dims[placeholder]``: role ("tp", "etp", "ep") -> Type; ``limits``; ``reasons`` by placeholder."""
+
+    dims: dict[str, dict[str, Type]]
+    limits: list[Limit]
+    reasons: dict[str, str]
+
+
+def infer(program: Program, plan: Plan) -> Layout:
+    tags = _flow(program)
+    out = Layout(defaultdict(dict), [], {})
+    for union in _unions(tags):
+        _decide(program, union, out)
+    for block in program.blocks:
+        for ph, spec in program.params.items():
+            if spec.name in block.stacked:
+                out.dims[ph]["ep"] = S(0)
+        out.limits.append(Limit("ep", block.num_experts, "experts", block.path, "each rank of ep owns whole experts"))
+    if isinstance(plan.layout, dict):
+        _override(program, plan.layout, out)
+    return out
+
+
+def weight_of(node: fx.Node, program: Program) -> Weight | None:
+    """The parameter behind a GEMM's weight operand, None if it is computed."""
+    w = node.args[1]
+    dims = tuple(range(len(shape(w))))
+    while w.op == "call_function" and op_name(w) in ("aten.transpose", "aten.permute", "aten.t", "aten.detach"):
+        rank = len(dims)
+        if op_name(w) == "aten.permute":
+            order = [d % rank for d in w.args[1]]
+        else:
+            order = list(range(rank))
+            a, b = (0, 1) if op_name(w) == "aten.t" else (w.args[1] % rank, w.args[2] % rank) if len(w.args) > 1 else (0, 0)
+            order[a], order[b] = order[b], order[a]
+        dims = tuple(order[d] for d in dims)
+        w = w.args[0]
+    return Weight(w.name, dims) if w.op == "placeholder" and w.name in program.params else None
+
+
+# -- step 1: flow
+
+
+def _flow(program: Program) -> list[Tag]:
+    tags: list[Tag] = []
+    carried: dict[fx.Node, list[dict[int, set[int]]]] = {}  # node -> per result: dim -> tag numbers
+
+    def leak(numbers, why: str) -> None:
+        for t in numbers:
+            tags[t].leaked = tags[t].leaked or why
+
+    for node in program.graph.nodes:
+        if node.op == "output":
+            for n in node.all_input_nodes:
+                for dims in carried.get(n, []):
+                    for numbers in dims.values():
+                        leak(numbers, "reaches the output")
+        if node.op != "call_function":
+            continue
+        if is_getitem(node):
+            if node.args[0] in carried:
+                carried[node] = [carried[node.args[0]][node.args[1]]]
+            continue
+        ops = operands(node)
+        name = op_name(node)
+        gemm = weight_of(node, program) if name in GEMMS else None
+        arriving = [carried.get(o, [{}])[0] for o in ops]
+        if name == "moec.unpermute" or name == "moec.permute" or not any(arriving) and gemm is None:
+            for dims in arriving:
+                for numbers in dims.values():
+                    leak(numbers, f"reaches {name}")
+            continue
+        if not ops:
+            continue
+        rule = rule_for(node)
+        by_factor: dict[str, set[int]] = defaultdict(set)
+        for slot, dims in enumerate(arriving):
+            for dim, numbers in dims.items():
+                f = rule.operands[slot][dim]
+                if f is None or f in rule.blocked:
+                    leak(numbers, f"dim {dim} is blocked by {name} ({node.meta.get('where', '')})")
+                else:
+                    by_factor[f] |= numbers
+        results: list[dict[int, set[int]]] = [{} for _ in rule.results]
+        for f, numbers in by_factor.items():
+            _meet(program, node, rule, f, numbers, arriving, tags, leak)
+            for r, dims in enumerate(rule.results):
+                if f in dims:
+                    results[r][dims.index(f)] = set(numbers)
+            if not any(f in dims for dims in rule.results) and not (gemm and f == "k"):
+                leak(numbers, f"is summed by {name} ({node.meta.get('where', '')})")
+        if name in ("aten.split", "aten.split_with_sizes"):
+            dim = (node.args[2] if len(node.args) > 2 else 0) % len(shape(ops[0]))
+            for t in arriving[0].get(dim, ()):
+                tags[t].parts = split_parts(node)
+        if gemm is not None:
+            out_dim = len(shape(node)) - 1
+            tags.append(Tag(node, gemm, sizes={_size(node, out_dim): node.meta.get("where", "")}))
+            results[0][out_dim] = results[0].get(out_dim, set()) | {len(tags) - 1}
+        _note_sizes(node, rule, results, tags)
+        carried[node] = results
+    return tags
+
+
+def _meet(program, node, rule, f, numbers, arriving, tags, leak) -> None:
+    """What else has this factor: a weight's contraction (an end), a bias (sharded alike), or a value without the tag."""
+    name = op_name(node)
+    for slot, o in enumerate(operands(node)):
+        if f not in rule.operands[slot] or arriving[slot].get(rule.operands[slot].index(f)):
+            continue
+        if name in GEMMS and slot == 1 and f == "k":
+            if weight_of(node, program) is None:
+                leak(numbers, f"is contracted with a computed weight in {name}")
+            for t in numbers:
+                tags[t].ends.append(node)
+        elif o.op == "placeholder" and o.name in program.params:
+            for t in numbers:
+                tags[t].vectors.add((o.name, rule.operands[slot].index(f)))
+        elif not o.meta["val"].dtype.is_floating_point or not _depends_on_params(o, program):
+            continue
+        else:
+            leak(numbers, f"meets a value that does not carry it in {name} ({node.meta.get('where', '')})")
+
+
+def _depends_on_params(node: fx.Node, program: Program) -> bool:
+    seen, stack = set(), [node]
+    while stack:
+        n = stack.pop()
+        if n.op == "placeholder" and n.name in program.params and not program.params[n.name].buffer:
+            return True
+        for i in n.all_input_nodes:
+            if i not in seen:
+                seen.add(i)
+                stack.append(i)
+    return False
+
+
+def _size(node: fx.Node, dim: int):
+    size = shape(node)[dim]
+    return size if isinstance(size, int) else 0
+
+
+def _note_sizes(node, rule, results, tags) -> None:
+    val = node.meta["val"]
+    vals = val if isinstance(val, (tuple, list)) else [val]
+    for v, dims in zip(vals, results, strict=True):
+        for dim, numbers in dims.items():
+            if isinstance(v.shape[dim], int):
+                for t in numbers:
+                    tags[t].sizes.setdefault(v.shape[dim], node.meta.get("where", ""))
+
+
+# -- steps 2 and 3
+
+
+def _unions(tags: list[Tag]) -> list[list[Tag]]:
+    """Tags that end at the same weight belong together (everything that meets on the way ends there)."""
+    parent = list(range(len(tags)))
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            i = parent[i]
+        return i
+
+    first: dict[fx.Node, int] = {}
+    for i, t in enumerate(tags):
+        for end in t.ends:
+            parent[root(i)] = root(first.setdefault(end, i))
+    groups: dict[int, list[Tag]] = defaultdict(list)
+    for i, t in enumerate(tags):
+        groups[root(i)].append(t)
+    return list(groups.values())
+
+
+def _decide(program: Program, union: list[Tag], out: Layout) -> None:
+    leaks = [t.leaked for t in union if t.leaked]
+    if leaks or not any(t.ends for t in union):
+        for t in union:
+            out.reasons.setdefault(t.weight.placeholder, f"auto: whole, because its output {leaks[0] if leaks else 'ends nowhere'}")
+        return
+    taken = [t for t in union if any(k != "ep" for k in out.dims.get(t.weight.placeholder, {}))]
+    if taken:  # a chain of three linears: the middle one is already the row of the first pair
+        for t in union:
+            out.reasons.setdefault(t.weight.placeholder, "auto: whole, because its pair is taken by the pair before it")
+        return
+    for t in union:
+        role = "etp" if op_name(t.node) == "moec.grouped_mm" else "tp"
+        column = t.weight.dims[GEMMS[op_name(t.node)][0]]
+        _place(out, t.weight.placeholder, role, S(column, t.parts), f"auto: column, ends at {t.ends[0].meta.get('where', '')}")
+        if op_name(t.node) == "aten.linear" and len(t.node.args) > 2 and t.node.args[2] is not None:
+            _place(out, t.node.args[2].name, role, S(0, t.parts), "auto: bias of a column weight")
+        for ph, dim in t.vectors:
+            _place(out, ph, role, S(dim, t.parts), "auto: bias of a column weight")
+        for end in t.ends:
+            w = weight_of(end, program)
+            assert w is not None
+            row = w.dims[GEMMS[op_name(end)][1]]
+            _place(out, w.placeholder, role, S(row), f"auto: row, fed by {t.node.meta.get('where', '')}")
+        for size, where in t.sizes.items():
+            if size:
+                out.limits.append(Limit(role, size // t.parts if t.parts > 1 and size % t.parts == 0 else size,
+                                        "heads or width", where, "a sharded dim of this size must be cut evenly"))
+
+
+def _place(out: Layout, placeholder: str, role: str, t: Type, why: str) -> None:
+    out.dims[placeholder][role] = t
+    out.reasons[placeholder] = why
+
+
+# -- step 4
+
+
+def _override(program: Program, layout: dict[str, str], out: Layout) -> None:
+    """Later patterns win.  A style speaks of the weight as the GEMM sees it: column = its output, row = its input."""
+    gemms = {w.placeholder: (n, w) for n in program.graph.nodes if n.op == "call_function" and op_name(n) in GEMMS
+             if (w := weight_of(n, program))}
+    for pattern, style in layout.items():
+        for ph, spec in program.params.items():
+            module, _, leaf = spec.name.rpartition(".")
+            if not (fnmatch(spec.name, pattern) or fnmatch(module, pattern)):
+                continue
+            node, w = gemms.get(ph, (None, None))
+            role = "etp" if node is not None and op_name(node) == "moec.grouped_mm" else "tp"
+            out.reasons[ph] = f"plan: {style} by {pattern!r}"
+            kept = out.dims.pop(ph, {})
+            if "ep" in kept:
+                out.dims[ph]["ep"] = kept["ep"]
+            if style == "replicate":
+                continue
+            if w is not None:
+                dim = w.dims[GEMMS[op_name(node)][0 if style == "column" else 1]]
+                parts = kept[role].parts if role in kept and style == "column" else 1
+                out.dims[ph][role] = S(dim, parts)
+            elif style == "column" and leaf == "bias":
+                out.dims[ph][role] = S(0)
+
+
+def types_of(layout: Layout, placeholder: str, mesh) -> dict[str, Type]:
+    """A parameter's type on every atomic axis."""
+    by_role = layout.dims.get(placeholder, {})
+    is_expert = "ep" in by_role or "etp" in by_role
+    return {a.name: by_role.get(a.expert if is_expert else a.dense, I) for a in mesh.axes}

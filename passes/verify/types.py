@@ -1,0 +1,160 @@
+"""Types, derived again: from the placeholders' placements and the collectives alone, without looking at what the
+sharding pass recorded; then the two must agree.
+
+Every op is asked, on every axis, what the factor rules say of the operands *as they are*.  An op that would need a
+conversion (its target types differ from the actual ones) is ill typed: a collective is missing.  A collective must be
+fed the type that it converts from.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from moec.passes.shard.rules import is_getitem, operands, rule_for
+from moec.passes.shard.solve import Operand, solve
+from moec.placement import I, P, R, S, Type, Types, V, show
+from moec.program import Program, op_name
+from moec.runtime.collectives import collective, group_of, is_wait
+from moec.runtime.errors import MoecError
+
+
+def check_types(program: Program) -> None:
+    derived: dict[fx.Node, Types | list[Types]] = {}
+    for node in program.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            derived[node] = node.meta["types"]
+            if node.op == "placeholder" and node.name in program.params:
+                _check_param(program, node)
+        elif node.op == "call_function" and node.meta.get("types") is not None:
+            derived[node] = _derive(program, node, derived)
+            _agree(node, derived[node], node.meta["types"])
+        elif node.op == "output":
+            for value in node.all_input_nodes:
+                for axis, t in value.meta["types"].items():
+                    if t.kind == "P":
+                        raise MoecError(f"output {value.name} is a pending sum over {axis}", where=value.meta.get("where", ""))
+
+
+def _check_param(program: Program, node: fx.Node) -> None:
+    """A stored parameter is I or S; R means that its reduction is owed by the epilogue, and must be registered."""
+    owed = set(program.grad_reductions.get(node.name, "").split(","))
+    for axis, t in node.meta["types"].items():
+        stored = program.params[node.name].types.get(axis, I)
+        expected = R if axis in owed else stored
+        if t != expected:
+            raise MoecError(f"parameter {program.params[node.name].name} is {t} on {axis}, stored as {stored}, "
+                            f"reduced over {sorted(owed - {''})}", where="program")
+
+
+def _derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
+    if is_getitem(node):
+        return derived[node.args[0]][node.args[1]]
+    if is_wait(node.target):
+        return derived[node.args[0]]
+    entry, name = collective(node.target), op_name(node)
+    if entry is not None and entry.primitive not in ("exchange", "counts"):
+        return _convert(program, node, derived[node.args[0]], entry)
+    ops = operands(node)
+    types = [derived[o] for o in ops]
+    if entry is not None or name.startswith("moec."):
+        return _moe(program, node, name, types)
+    if any(t == V for t in types[0].values()) and name in ("aten.sum", "aten.reshape") and not node.meta["val"].dtype.is_floating_point:
+        return types[0]  # bookkeeping on counts, which every rank does for its own rows
+    rule = rule_for(node)
+    out: list[Types] = [{} for _ in rule.results]
+    for axis in program.mesh.names:
+        on_axis = [Operand(t[axis], not o.meta["grad"], o.op == "placeholder") for o, t in zip(ops, types, strict=True)]
+        recorded = node.meta["types"][0] if isinstance(node.meta["types"], list) else node.meta["types"]
+        made = {f for f in rule.created if recorded[axis].kind == "S" and rule.results[0].index(f) == recorded[axis].dim}
+        if rule.created and not any(f in d for d in rule.operands for f in rule.results[0] if f):
+            on_axis = [Operand(R, True)] * len(ops)  # creation: an operand is metadata
+        targets, results = solve(rule, on_axis, frozenset(made))
+        for o, want in zip(on_axis, targets, strict=True):
+            same = o.type == want or o.neutral and o.type.kind in "IR" and want.kind in "IR"
+            if not same:
+                raise MoecError(f"{node.format_node()} needs an operand of type {want} on {axis}, and gets {o.type}",
+                                where=node.meta.get("where", ""))
+        for r, t in zip(out, results, strict=True):
+            r[axis] = t
+    if name in ("aten.split", "aten.split_with_sizes"):
+        dim = (node.args[2] if len(node.args) > 2 else 0) % node.args[0].meta["val"].ndim
+        out = [{a: S(dim) if t.kind == "S" and t.dim == dim and t.parts == len(out) else t for a, t in r.items()} for r in out]
+    return out if isinstance(node.meta["val"], (tuple, list)) else out[0]
+
+
+def _convert(program: Program, node: fx.Node, source: Types, entry) -> Types:
+    dim = node.args[1]
+    to_dim = node.args[2] if entry.kind == "s_to_s" else dim
+    out = dict(source)
+    for axis in group_of(node).split(","):
+        expected = S(dim) if entry.source == "S" else Type(entry.source)
+        neutral = not node.args[0].meta["grad"] and source[axis].kind in "IR" and expected.kind in "IR"
+        if source[axis] != expected and not neutral:
+            raise MoecError(f"{node.name} ({entry.kind}) is fed {source[axis]} on {axis}", where=node.meta.get("where", ""))
+        out[axis] = S(to_dim) if entry.dest == "S" else Type(entry.dest)
+    return out
+
+
+def _moe(program: Program, node: fx.Node, name: str, types: list[Types]) -> Types | list[Types]:
+    """The expert dialect: tokens S(0) over ep and edp and R over etp; rows V; weights S(0) over ep and R over edp."""
+
+    def require(have: Type, want: tuple[Type, ...], axis: str) -> None:
+        if have not in want:
+            raise MoecError(f"{node.format_node()} has an operand of type {have} on {axis}, not {' or '.join(map(str, want))}",
+                            where=node.meta.get("where", ""))
+
+    out: Types = {}
+    for axis in program.mesh.axes:
+        a, etp = axis.name, axis.expert == "etp"
+        on = [t[a] for t in types]
+        if name == "moec.permute":
+            for t in on:
+                require(t, (R,) if etp else (S(0),), a)
+            out[a] = R if etp else V
+        elif name == "moec.unpermute":
+            require(on[0], (R, P) if etp else (V,), a)
+            for t in on[1:]:
+                require(t, (R,) if etp else (S(0),), a)
+            out[a] = on[0] if etp else S(0)
+        elif name in ("moec.grouped_mm", "moec.grouped_add") and not etp:
+            require(on[0], (V,), a)
+            require(on[1], (S(0),) if axis.expert == "ep" else (R,), a)
+            out[a] = V
+        elif name == "moec.grouped_mm":
+            x, w = on[:2]
+            if w.kind == "S" and w.dim == 2:
+                require(x, (R,), a)
+                out[a] = S(1, w.parts)
+            elif w.kind == "S":
+                require(w, (S(1, w.parts),), a)
+                require(x, (S(1, w.parts),), a)
+                out[a] = P
+            else:
+                require(w, (R,), a)
+                require(x, (R,), a)
+                out[a] = R
+        elif name == "moec.grouped_add":
+            require(on[1], (P,) if on[0] == P else (R,) if on[0] == R else (S(1, on[0].parts),), a)
+            out[a] = on[0]
+        else:  # exchanges and re-sorting move whole rows
+            require(on[0], (R, P) if etp else (V,), a)
+            out[a] = on[0]
+    if name == "moec.permute":
+        return [out, out, {a: t if t == R else S(0) for a, t in out.items()}]
+    return out
+
+
+def _agree(node: fx.Node, derived, recorded) -> None:
+    pairs = zip(derived, recorded, strict=True) if isinstance(derived, list) else [(derived, recorded)]
+    for d, r in pairs:
+        for axis in r:
+            # Without a gradient I and R are one type.
+            if d[axis] != r[axis] and not (d[axis].kind in "IR" and r[axis].kind in "IR" and not _has_grad(node)):
+                raise MoecError(f"{node.format_node()} is recorded as {show(r)}, and follows as {show(d)}", where=node.meta.get("where", ""))
+
+
+def _has_grad(node: fx.Node) -> bool:
+    val = node.meta["val"]
+    vals = val if isinstance(val, (tuple, list)) else [val]
+    return node.meta["grad"] and all(isinstance(v, torch.Tensor) and v.dtype.is_floating_point for v in vals)
