@@ -1,0 +1,370 @@
+"""ParallelModule: a compiled program with its parameters, as an ordinary ``nn.Module``.
+
+* Parameters and buffers have their **original** dotted names (experts of a ``ModuleList`` are one parameter with ``*``
+  for the index); tied weights are one Parameter under all their names.  With several ranks parameters are DTensors on
+  one device mesh of the atomic axes and hold this rank's part only; with one rank they are plain tensors.
+  The source model is copied from, never kept.
+* ``forward`` takes this rank's dp slice of the global batch, passes the preflight, runs the program, and gives the
+  user's own return type back: scalars are global, tensors with the batch dim are this rank's slice.
+* Gradients arrive in ``.grad`` complete and placed like the parameters (see :mod:`moec.epilogue`).
+* ``train()``, ``eval()`` and other non-tensor arguments select among programs, compiled when first needed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from moec import shards
+from moec.epilogue import Reduction, enter, to_local
+from moec.inputs import Call, bind, canonical
+from moec.placement import R, Types, show
+from moec.preflight import Report, alone, exchange, local_problems, values_digest
+from moec.program import ParamSpec, Program
+from moec.runtime.errors import MoecError
+from moec.runtime.groups import Groups
+from moec.runtime.mesh import Mesh
+
+CompileFn = Callable[[bool, tuple[Any, ...], dict[str, Any]], Program]
+"""(training, args, kwargs) -> lowered Program on the same mesh."""
+
+
+@dataclass
+class Slot:
+    """Where one parameter or buffer lives in the module tree, and how it is laid out."""
+
+    name: str
+    home: nn.Module
+    attribute: str
+    spec: ParamSpec
+    types: Types
+
+    @property
+    def value(self) -> Tensor:
+        return getattr(self.home, self.attribute)
+
+
+class ParallelModule(nn.Module):
+    """Args:
+    source: the user's model, the same on all ranks (checked), on the meta device or with values.
+    program: the lowered program of the first call.
+    groups: process groups of ``program.mesh``; None with one rank.
+    compile_fn: compiles the program of another kind of call.
+    example_args, example_kwargs: the call that ``program`` was captured from.
+    """
+
+    def __init__(
+        self,
+        source: nn.Module,
+        program: Program,
+        groups: Groups | None,
+        compile_fn: CompileFn,
+        example_args: tuple[Any, ...] = (),
+        example_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self._mesh: Mesh = program.mesh
+        self._groups = groups
+        self._rank = self._check_world()
+        self._signature = inspect.signature(source.forward)
+        self._compile_fn = compile_fn
+        self._slots: dict[str, Slot] = {}
+        self._names: dict[str, tuple[str, int | None]] = {}
+        self._build_tree(source, program)
+        if groups is not None:
+            keys = {shards.sharding(s.types, self._mesh) for s in self._slots.values()}
+            groups.ensure(keys - {""} | set(program.grad_reductions.values()) - {""})
+        self._check_same_values(source)
+        self._program = program
+        first = bind(self._signature, tuple(example_args), dict(example_kwargs or {}))
+        self._programs: dict[str, Program] = {first.key(program.training): self._accepted(program)}
+        self.expert_counts: dict[str, Tensor] = {}
+        """Path of a MoE block -> how many of this rank's tokens went to each expert, in the last forward."""
+        self.register_state_dict_post_hook(_state_dict_hook)
+        super().train(source.training)
+
+    # ------------------------------------------------------------------------------------------- what users ask
+    @property
+    def program(self) -> Program:
+        """The program that ran last (before the first call: the one compiled first)."""
+        return self._program
+
+    @property
+    def dp_size(self) -> int:
+        return self._mesh.size(self._mesh.role("dp"))
+
+    @property
+    def dp_rank(self) -> int:
+        """Which slice of the global batch this rank takes."""
+        return self._mesh.index(self._rank, self._mesh.role("dp"))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        call = bind_or_report(self, args, kwargs)
+        key = call.key(self.training)
+        program = self._programs.get(key)
+        if program is None:
+            program = self._compile(key, args, kwargs)
+        tensors = self._preflight(key, program, call)
+        self._program = program
+        results = program.module(*self._operands(program, tensors))
+        self.expert_counts = {path: results[i].detach() for path, i in program.expert_counts.items()}
+        leaves = [o.constant if o.index is None else results[o.index] for o in program.outputs]
+        return pytree.tree_unflatten(leaves, program.out_spec)
+
+    # ------------------------------------------------------------------------------------------- building
+    def _check_world(self) -> int:
+        world = self._mesh.world
+        if world == 1:
+            return 0
+        if not dist.is_initialized() or self._groups is None:
+            raise MoecError(
+                f"the plan has {world} ranks and there is no process group",
+                where="plan",
+                way_out="start one process a rank (torchrun) and call torch.distributed.init_process_group first",
+            )
+        if dist.get_world_size() != world:
+            raise MoecError(
+                f"the plan has {world} ranks, the process group has {dist.get_world_size()}",
+                where="plan",
+                way_out="let dp, tp fill the world, or start as many processes as the plan has ranks",
+            )
+        return dist.get_rank()
+
+    def _build_tree(self, source: nn.Module, program: Program) -> None:
+        specs = {name: spec for spec in program.params.values() for name in (spec.name, *spec.aliases)}
+        specs |= {m: spec for spec in program.params.values() for m in spec.members}
+        tensors = {name: tensor for name, tensor, _ in _tensors(source)}
+        made: dict[int, nn.Parameter] = {}  # id of the source's tensor or of the spec -> parameter, so ties stay tied
+        for name, tensor, persistent in _tensors(source):
+            spec = specs.get(name) or _unused(name, tensor, persistent)
+            member = spec.members.index(name) if name in spec.members else None
+            own = spec.name if member is not None else name
+            if persistent:
+                self._names[name] = (own, member)
+            if own in self._slots:
+                continue
+            shards.check_types(own, spec.shape, spec.types, self._mesh)
+            home, attribute = _container(self, own)
+            tie = id(spec) if spec.placeholder else id(tensor)
+            full = torch.stack([tensors[m].detach() for m in spec.members]) if spec.members else tensor.detach()
+            if isinstance(tensor, nn.Parameter):
+                if tie not in made:
+                    made[tie] = self._parameter(full, spec)
+                home.register_parameter(attribute, made[tie])
+            elif shards.sharding(spec.types, self._mesh):
+                raise MoecError(f"a buffer cannot be sharded ({show(spec.types)})", where=own)
+            else:
+                home.register_buffer(attribute, full.clone(), persistent=persistent)
+            self._slots[own] = Slot(own, home, attribute, spec, spec.types)
+        missing = sorted({s.name for s in program.params.values()} - self._slots.keys())
+        if missing:
+            raise MoecError(f"the program has parameters that the model lacks: {', '.join(missing)}", where="model")
+
+    def _parameter(self, full: Tensor, spec: ParamSpec) -> nn.Parameter:
+        if tuple(full.shape) != tuple(spec.shape):
+            raise MoecError(f"shape {tuple(full.shape)}, the program has {tuple(spec.shape)}", where=spec.name)
+        if self._mesh.world == 1:
+            return nn.Parameter(full.clone(), requires_grad=spec.requires_grad)
+        # A view of the source would keep the full tensor alive.
+        local = shards.cut(full, spec.types, self._mesh, self._rank).clone(memory_format=torch.contiguous_format)
+        return nn.Parameter(self.place(local, spec.shape, spec.types), requires_grad=spec.requires_grad)
+
+    def place(self, local: Tensor, shape: tuple[int, ...], types: Types) -> Tensor:
+        """This rank's part as what users see: a DTensor, or with one rank the tensor itself."""
+        if self._mesh.world == 1:
+            return local
+        assert self._groups is not None and self._groups.device_mesh is not None
+        return shards.distribute(local, shape, types, self._mesh, self._groups.device_mesh)
+
+    def _check_same_values(self, source: nn.Module) -> None:
+        """Collective: each rank cuts its part from its own copy, so the copies must be equal."""
+        if self._mesh.world > 1:
+            require_same({name: t for name, t, _ in _tensors(source)}, self._mesh.world, "model")
+
+    def _accepted(self, program: Program) -> Program:
+        """A program of this module: its mesh and its layouts are those of the parameters that exist."""
+        if program.mesh != self._mesh:
+            raise MoecError(f"compiled for the mesh {program.mesh.names}, not {self._mesh.names}", where="program")
+        for spec in program.params.values():
+            slot = self._slots.get(spec.name)
+            if slot is None:
+                raise MoecError("this kind of call needs a parameter that the first one did not", where=spec.name)
+            if not _same_layout(spec.types, slot.types, self._mesh):
+                raise MoecError(
+                    f"this kind of call lays the parameter out as {show(spec.types) or 'replicated'}, it is stored as "
+                    f"{show(slot.types) or 'replicated'}",
+                    where=spec.name,
+                    way_out="pin its style with Plan.layout",
+                )
+        return program
+
+    # ------------------------------------------------------------------------------------------- calling
+    def _compile(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        """Compile on all ranks or on none.  Collective: ranks agree on the call first and on success afterwards."""
+        self._agree(Report(key))
+        program, problems, error = None, [], None
+        try:
+            program = self._accepted(self._compile_fn(self.training, args, kwargs))
+        except Exception as e:  # whatever it is, the other ranks must hear of it
+            if self._mesh.world == 1:
+                raise
+            problems, error = [str(e) if isinstance(e, MoecError) else f"{type(e).__name__}: {e}"], e
+        try:
+            self._agree(Report(key, "compile", problems))
+        except MoecError as e:
+            raise e from error
+        assert program is not None
+        if self._groups is not None:
+            self._groups.ensure(set(program.grad_reductions.values()) - {""})
+        self._programs[key] = program
+        return program
+
+    def _agree(self, report: Report) -> None:
+        if self._mesh.world > 1:
+            exchange(report, self._mesh, self._device)
+        else:
+            alone(report)
+
+    def _preflight(self, key: str, program: Program, call: Call) -> dict[str, Tensor]:
+        """Check the call on all ranks; the tensors by placeholder."""
+        specs = [(canonical(self._signature, s.path), s) for s in program.inputs.values()]
+        params = {s.name: to_local(s.value) for s in self._slots.values()}
+        problems = local_problems(specs, call.tensors, params, self._mesh.world) + self._param_problems(program)
+        report = Report(key, problems=problems)
+        if self._mesh.world > 1:
+            found = [(path, spec, call.tensors[path]) for path, spec in specs if path in call.tensors]
+            report.shapes = {path: tuple(x.shape) for path, _, x in found}
+            batched = [(p, s.batch_dim, x) for p, s, x in found if s.batch_dim is not None and s.batch_dim < x.ndim]
+            report.batch = {path: x.shape[dim] for path, dim, x in batched}
+            report.values = values_digest(x for _, _, x in found) if self._mesh.role("tp") else 0
+        self._agree(report)
+        return {spec.placeholder: call.tensors[path] for path, spec in specs}
+
+    def _param_problems(self, program: Program) -> list[str]:
+        """What was done to the parameters since they were compiled for."""
+        problems = []
+        for spec in program.params.values():
+            p = self._slots[spec.name].value
+            if p.dtype != spec.dtype:
+                problems.append(f"{spec.name} is {p.dtype}, compiled for {spec.dtype}: convert before parallelizing")
+            if p.requires_grad and not spec.requires_grad:
+                problems.append(f"{spec.name} was frozen when the model was compiled: unfreeze it before parallelizing")
+        return problems
+
+    def _operands(self, program: Program, tensors: dict[str, Tensor]) -> Iterator[Tensor]:
+        """Placeholder values in order.  Trainable parameters come through the gradient epilogue."""
+        names = [n.name for n in program.placeholders()]
+        values = dict(tensors)
+        trained = []
+        for name in names:
+            if (spec := program.params.get(name)) is None:
+                continue
+            value = self._slots[spec.name].value
+            if torch.is_grad_enabled() and value.requires_grad:
+                trained.append(name)
+            values[name] = to_local(value)
+        params = [self._slots[program.params[n].name] for n in trained]
+        if self._mesh.world == 1:
+            values |= {n: s.value for n, s in zip(trained, params, strict=True)}
+        else:
+            reductions = [
+                Reduction(program.grad_reductions.get(n, ""), lambda g, s=s: self.place(g, s.spec.shape, s.types))
+                for n, s in zip(trained, params, strict=True)
+            ]
+            values |= zip(trained, enter([s.value for s in params], reductions, self._groups), strict=True)
+        return (values[n] for n in names)
+
+    @property
+    def _device(self) -> torch.device:
+        """Where small collectives of the default group live."""
+        if "nccl" in str(dist.get_backend()):
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+
+def bind_or_report(model: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Bind the arguments; where that fails on some rank, all ranks hear of it."""
+    try:
+        return bind(model._signature, args, kwargs)
+    except MoecError as e:
+        model._agree(Report("", problems=[str(e)]))
+        raise
+
+
+def require_same(tensors: Mapping[str, Tensor], world: int, where: str) -> None:
+    """Collective over the world: raise the same MoecError on all ranks unless names, shapes and values are equal."""
+    mine = {name: (tuple(t.shape), str(t.dtype), _checksum(t)) for name, t in tensors.items()}
+    gathered: list[dict[str, Any]] = [mine] * world
+    dist.all_gather_object(gathered, mine)
+    first = gathered[0]
+    for rank, other in enumerate(gathered):
+        if other.keys() != first.keys():
+            odd = sorted(other.keys() ^ first.keys())
+            raise MoecError(f"rank {rank} and rank 0 differ in their tensors: {', '.join(odd[:5])}", where=where)
+        differ = [name for name in first if other[name] != first[name]]
+        if differ:
+            raise MoecError(
+                f"{len(differ)} of {len(first)} tensors differ between rank {rank} and rank 0, the first being "
+                f"{differ[0]!r}",
+                where=where,
+                way_out="build the same model on every rank: the same seed, or the same checkpoint",
+            )
+
+
+def _checksum(t: Tensor) -> int:
+    """Position-dependent sum of the bits; 0 on the meta device, where there are none."""
+    if t.device.type == "meta" or not t.numel():
+        return 0
+    flat = (torch.view_as_real(t) if t.is_complex() else t).detach().reshape(-1)
+    words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    head = words[: words.numel() // 4096 * 4096].view(-1, 4096)
+    rows = torch.cat([head.sum(1, dtype=torch.int64), words[head.numel() :].sum(dtype=torch.int64).view(1)])
+    return int((rows * torch.arange(1, rows.numel() + 1, device=rows.device)).sum())
+
+
+def _tensors(source: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    """(name, tensor, persistent) of every parameter and buffer under every name, in state-dict order."""
+    for prefix, module in source.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for name, p in module._parameters.items():
+            if p is not None:
+                yield dot + name, p, True
+        for name, b in module._buffers.items():
+            if b is not None:
+                yield dot + name, b, name not in module._non_persistent_buffers_set
+
+
+def _unused(name: str, tensor: Tensor, persistent: bool) -> ParamSpec:
+    """The spec of a tensor that the program never reads: replicated."""
+    buffer = not isinstance(tensor, nn.Parameter)
+    return ParamSpec("", name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, buffer, persistent)
+
+
+def _container(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module in which a dotted name lives, created on the way.  Not ``add_module``: a child of the user's may be
+    called like an attribute of ours."""
+    *path, attribute = name.split(".")
+    for step in path:
+        root = root._modules.setdefault(step, nn.Module())
+    return root, attribute
+
+
+def _same_layout(a: Types, b: Types, mesh: Mesh) -> bool:
+    # I and R hold the same values.
+    return all(x == y or not (x.sharded or y.sharded) for x, y in ((a.get(n, R), b.get(n, R)) for n in mesh.names))
+
+
+def _state_dict_hook(module: ParallelModule, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Packed parameters leave in a form that torch.distributed.checkpoint stores rightly."""
+    for slot in module._slots.values():
+        value = state.get(prefix + slot.name)
+        if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
+            state[prefix + slot.name] = shards.checkpointable(value, slot.types, module._mesh)

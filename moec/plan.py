@@ -1,0 +1,311 @@
+"""Plan: how a model is to be laid out over the ranks; what a user writes, in Python or YAML.
+
+A plan says nothing about the model's code.  ``dp`` copies share the batch, ``tp`` ranks share each dense layer, ``ep``
+ranks share the experts, ``etp`` ranks share each expert; (dp, tp) and (edp, ep, etp) factor the *same* ranks.
+
+``resolve`` fills what depends on the world, ``mesh`` cuts the ranks into atomic axes, ``validate`` reports everything
+that is wrong at once together with the nearest plan that would work.  A plan never changes.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from math import log2
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
+
+from moec.runtime.errors import MoecError
+from moec.runtime.mesh import Mesh
+
+if TYPE_CHECKING:
+    from moec.program import Program
+
+STYLES = ("column", "row", "replicate")
+BACKENDS = ("eager",)
+OUTPUTS = ("sharded", "full", "drop")
+DEGREES = ("dp", "tp", "ep", "etp")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The degree of ``role`` must divide ``size``: what a model demands of a plan.
+
+    Example: ``Limit("tp", 4, "key/value heads", "model.layers.0.self_attn.k_proj")``.
+    """
+
+    role: Literal["dp", "tp", "ep", "etp"]
+    size: int
+    what: str
+    where: str = ""
+    why: str = ""
+
+    def allows(self, plan: Plan) -> bool:
+        return self.size % getattr(plan, self.role) == 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    dp: int | None = None
+    """Ranks that share the batch; None: what the world leaves after tp."""
+    tp: int = 1
+    """Ranks that share each dense layer (heads, widths, vocabulary)."""
+    ep: int = 1
+    """Ranks that share the experts of a block."""
+    etp: int | None = None
+    """Ranks that share each expert's width; None: tp when ep is 1, else 1."""
+    layout: Literal["auto"] | Mapping[str, str] = "auto"
+    """``auto``, or {parameter or module pattern (``*`` matches anything): ``column``, ``row`` or ``replicate``};
+    what no pattern matches is placed as ``auto`` would."""
+    inputs: Mapping[str, int | None] | None = None
+    """{input path: batch dim, or None for "has no batch dim"}, overriding what capture derives."""
+    outputs: str | Mapping[str, str] = "sharded"
+    """What comes back for a tensor that carries the batch dim: ``sharded`` this rank's batch slice, ``full`` the global
+    batch on every rank (gathered over dp), ``drop`` None (and nothing is computed for it).  Or {output path: mode};
+    other outputs stay sharded.  Scalars are global in any case."""
+    backend: str = "eager"
+
+    # ------------------------------------------------------------------------------------------- dict and YAML
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dict of the fields that differ from their defaults."""
+        out = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value != f.default:
+                out[f.name] = dict(value) if isinstance(value, Mapping) else value
+        return out
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Plan:
+        if not isinstance(data, Mapping):
+            raise MoecError(f"expected a mapping of plan fields, found {type(data).__name__}: {data!r}", where="plan")
+        known = [f.name for f in fields(Plan)]
+        unknown = [_did_you_mean(key, known) for key in data if key not in known]
+        if unknown:
+            raise MoecError(
+                f"unknown field {', '.join(unknown)}", where="plan", way_out=f"fields are {', '.join(known)}"
+            )
+        return Plan(**data)
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
+    @staticmethod
+    def from_yaml(text: str) -> Plan:
+        try:
+            data = yaml.safe_load(text)
+        except yaml.YAMLError as e:
+            raise MoecError(f"not valid YAML: {e}", where="plan") from None
+        return Plan.from_dict({} if data is None else data)
+
+    # ------------------------------------------------------------------------------------------- derived
+    def resolve(self, world_size: int) -> Plan:
+        """The same plan with dp and etp filled in.  Raises MoecError when the degrees cannot fill the world."""
+        problems = self._degree_problems(world_size)
+        if problems:
+            raise _error(problems, None)
+        return self._filled(world_size)
+
+    def mesh(self, world_size: int) -> Mesh:
+        """The atomic axes of this plan.  Raises MoecError when the two factorisations do not nest."""
+        p = self.resolve(world_size)
+        assert p.dp is not None and p.etp is not None
+        return Mesh.of(dp=p.dp, tp=p.tp, ep=p.ep, etp=p.etp)
+
+    def output_mode(self, path: str) -> str:
+        """``sharded``, ``full`` or ``drop`` for the output at ``path``."""
+        return self.outputs if isinstance(self.outputs, str) else self.outputs.get(path, "sharded")
+
+    def style(self, name: str) -> str | None:
+        """The style that ``layout`` demands for a parameter or module, None where it is left to ``auto``.
+
+        A pattern matches the whole dotted name or the name of a module around it; the last match wins.
+        """
+        if isinstance(self.layout, str):
+            return None
+        found = None
+        for pattern, style in self.layout.items():
+            if _matches(pattern, name):
+                found = style
+        return found
+
+    # ------------------------------------------------------------------------------------------- validation
+    def validate(self, world_size: int, program: Program | None = None, limits: Iterable[Limit] = ()) -> None:
+        """Raise one MoecError that lists everything wrong with this plan, or return.
+
+        ``limits`` are what the model demands (heads, widths); the experts of ``program.blocks`` count without being
+        listed, and its parameters, inputs and outputs are what patterns and paths must match.
+        """
+        problems = self._degree_problems(world_size) + self._option_problems()
+        demands = list(limits)
+        if program is not None:
+            demands += [Limit("ep", b.num_experts, "experts", b.path) for b in program.blocks]
+            problems += self._name_problems(program)
+        demands = list(dict.fromkeys(demands))
+        if self._degrees_are_numbers():
+            guess = self._filled(world_size)
+            problems += [
+                f"{d.where + ': ' if d.where else ''}{d.role}={getattr(guess, d.role)} does not divide the "
+                f"{d.size} {d.what}{' (' + d.why + ')' if d.why else ''}"
+                for d in demands
+                if not d.allows(guess)
+            ]
+        if problems:
+            raise _error(problems, self.nearest(world_size, demands))
+
+    def nearest(self, world_size: int, limits: Iterable[Limit] = ()) -> Plan | None:
+        """The workable plan with the least distance to this one: sum over the degrees of |log2 ratio|.
+
+        Only the degrees are searched; ties go to the plan that keeps tp, then ep, then etp.
+        """
+        if not isinstance(world_size, int) or world_size < 1:
+            return None
+        demands = list(limits)
+        want = self._filled(world_size) if self._degrees_are_numbers() else Plan(dp=world_size, etp=1)
+        best: tuple[tuple[float, ...], Plan] | None = None
+        for tp in _divisors(world_size):
+            for ep in _divisors(world_size):
+                for etp in _divisors(world_size // ep):
+                    plan = replace(self, dp=world_size // tp, tp=tp, ep=ep, etp=etp)
+                    if not _nests(plan) or not all(d.allows(plan) for d in demands):
+                        continue
+                    apart = [abs(log2(getattr(plan, r) / getattr(want, r))) for r in DEGREES]
+                    score = (round(sum(apart), 9), apart[1], apart[2], apart[3], tp, ep, etp)
+                    if best is None or score < best[0]:
+                        best = (score, plan)
+        return best[1] if best else None
+
+    def _degrees_are_numbers(self) -> bool:
+        return not self._number_problems()
+
+    def _number_problems(self) -> list[str]:
+        return [
+            f"{role}={value!r} is not a positive integer"
+            for role in DEGREES
+            if (value := getattr(self, role)) is not None or role in ("tp", "ep")
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1
+        ]
+
+    def _filled(self, world_size: int) -> Plan:
+        # Also called for plans that do not fit, to compare them with plans that do: hence max(1, ...).
+        dp = max(1, world_size // self.tp) if self.dp is None else self.dp
+        etp = (self.tp if self.ep == 1 else 1) if self.etp is None else self.etp
+        return replace(self, dp=dp, etp=etp)
+
+    def _degree_problems(self, world_size: int) -> list[str]:
+        if not isinstance(world_size, int) or world_size < 1:
+            return [f"world size {world_size!r} is not a positive integer"]
+        problems = self._number_problems()
+        if problems:
+            return problems
+        p = self._filled(world_size)
+        assert p.dp is not None and p.etp is not None
+        if self.dp is None and world_size % self.tp:
+            problems.append(f"tp={self.tp} does not divide the {world_size} ranks of the world")
+        elif p.dp * p.tp != world_size:
+            problems.append(f"dp*tp = {p.dp}*{p.tp} = {p.dp * p.tp} is not the world of {world_size} ranks")
+        if world_size % (p.ep * p.etp):
+            problems.append(
+                f"ep*etp = {p.ep}*{p.etp} = {p.ep * p.etp} does not divide the {world_size} ranks of the world"
+            )
+        if not problems:  # only degrees that fill the world can nest, or fail to
+            try:
+                Mesh.of(dp=p.dp, tp=p.tp, ep=p.ep, etp=p.etp)
+            except MoecError as e:
+                problems.append(e.message)
+        return problems
+
+    def _option_problems(self) -> list[str]:
+        problems = []
+        if self.backend not in BACKENDS:
+            problems.append(f"unknown backend {_did_you_mean(self.backend, BACKENDS)}; known: {', '.join(BACKENDS)}")
+        if isinstance(self.layout, Mapping):
+            problems += [
+                f"layout: unknown style {_did_you_mean(style, STYLES)} for {pattern!r}; known: {', '.join(STYLES)}"
+                for pattern, style in self.layout.items()
+                if style not in STYLES
+            ]
+        elif self.layout != "auto":
+            problems.append(f'layout={self.layout!r} is neither "auto" nor a mapping of patterns to styles')
+        modes = self.outputs if isinstance(self.outputs, Mapping) else {"": self.outputs}
+        problems += [
+            f"outputs: unknown mode {_did_you_mean(mode, OUTPUTS)}{f' for {path!r}' if path else ''}; "
+            f"known: {', '.join(OUTPUTS)}"
+            for path, mode in modes.items()
+            if mode not in OUTPUTS
+        ]
+        if self.inputs is not None and not isinstance(self.inputs, Mapping):
+            problems.append(f"inputs={self.inputs!r} is not a mapping of input paths to batch dims")
+        elif self.inputs:
+            problems += [
+                f"inputs: batch dim {dim!r} of {path!r} is neither an integer nor None"
+                for path, dim in self.inputs.items()
+                if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool))
+            ]
+        return problems
+
+    def _name_problems(self, program: Program) -> list[str]:
+        problems = []
+        names = [n for s in program.params.values() for n in (s.name, *s.members, *s.aliases)]
+        if isinstance(self.layout, Mapping):
+            known = sorted({n for name in names for n in _around(name)})
+            problems += [
+                f"layout: pattern {_did_you_mean(pattern, known)} matches no parameter"
+                for pattern in self.layout
+                if not any(_matches(pattern, n) for n in names)
+            ]
+        inputs = {s.path: s for s in program.inputs.values()}
+        for path, dim in (self.inputs or {}).items() if isinstance(self.inputs, Mapping) else ():
+            if path not in inputs:
+                problems.append(
+                    f"inputs: {_did_you_mean(path, inputs)} is not an input; inputs are {', '.join(inputs) or 'none'}"
+                )
+            elif isinstance(dim, int) and not -inputs[path].ndim <= dim < inputs[path].ndim:
+                problems.append(f"inputs: {path!r} has {inputs[path].ndim} dims, batch dim {dim} is not one of them")
+        if isinstance(self.outputs, Mapping):
+            outputs = [o.path for o in program.outputs]
+            problems += [
+                f"outputs: {_did_you_mean(path, outputs)} is not an output; outputs are {', '.join(outputs) or 'none'}"
+                for path in self.outputs
+                if path not in outputs
+            ]
+        return problems
+
+
+def _error(problems: list[str], nearest: Plan | None) -> MoecError:
+    if nearest is None:
+        way_out = ""
+    else:
+        degrees = asdict(nearest)
+        way_out = "nearest degrees that work: " + ", ".join(f"{r}={degrees[r]}" for r in DEGREES)
+    text = problems[0] if len(problems) == 1 else f"{len(problems)} problems\n  - " + "\n  - ".join(problems)
+    return MoecError(text, where="plan", way_out=way_out)
+
+
+def _nests(plan: Plan) -> bool:
+    assert plan.dp is not None and plan.etp is not None
+    cuts = sorted({1, plan.tp, plan.etp, plan.etp * plan.ep, plan.dp * plan.tp})
+    return all(outer % inner == 0 for inner, outer in pairwise(cuts))
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _around(name: str) -> list[str]:
+    """The dotted name and those of the modules around it."""
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return any(fnmatchcase(n, pattern) for n in _around(name))
+
+
+def _did_you_mean(found: object, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(found), list(known), n=1, cutoff=0.5)
+    return f"{found!r} (did you mean {near[0]!r}?)" if near else repr(found)

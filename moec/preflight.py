@@ -1,0 +1,209 @@
+"""Preflight: no rank enters the graph's collectives unless every rank's call fits.
+
+1. Each rank examines its own call (``local_problems``): inputs there, their dims, sizes, dtypes and devices, aliasing.
+2. One all-gather of a few integers over the world tells every rank whether all are well, and whether the calls agree:
+   the same program on all ranks, the same batch size on all ranks (the global batch is cut evenly), and within a tp
+   group the same shapes and the same integer values (token ids, labels).  Sequence lengths may differ between dp ranks.
+3. If not, a second exchange collects the details and all ranks raise the *same* MoecError.  Ranks take this branch on
+   the gathered integers alone, so they all take it.
+
+With one rank only the first step runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moec.program import InputSpec
+from moec.runtime.errors import MoecError
+from moec.runtime.mesh import Mesh
+
+
+@dataclass
+class Report:
+    """What a rank has to say about its own call."""
+
+    key: str
+    where: str = "forward"
+    problems: list[str] = field(default_factory=list)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    batch: dict[str, int] = field(default_factory=dict)
+    """Input path -> size of its batch dim."""
+    values: int = 0
+    """Digest of the integer inputs."""
+
+    def vector(self) -> list[int]:
+        return [int(not self.problems), _digest(self.key), _digest(self.batch), _digest(self.shapes), self.values]
+
+
+def local_problems(
+    specs: Iterable[tuple[str, InputSpec]], tensors: Mapping[str, Tensor], params: Mapping[str, Tensor], world: int
+) -> list[str]:
+    """What is wrong with this rank's inputs.  ``specs`` are (path, spec); ``params`` this rank's parts by name."""
+    problems = []
+    device = next((p.device for p in params.values()), None)
+    found = {}
+    for path, spec in specs:
+        x = tensors.get(path)
+        if x is None:
+            problems.append(f"input {path!r} is missing")
+            continue
+        found[path] = x
+        if x.dtype != spec.dtype:
+            problems.append(f"input {path!r} has dtype {x.dtype}, the program was compiled for {spec.dtype}")
+        if device is not None and x.device != device:
+            problems.append(f"input {path!r} is on {x.device}, the parameters are on {device}")
+        if x.ndim != spec.ndim:
+            problems.append(f"input {path!r} has shape {tuple(x.shape)}, the program was compiled for {spec.ndim} dims")
+            continue
+        for dim, size in enumerate(spec.static):
+            if size is not None and x.shape[dim] != size:
+                problems.append(f"input {path!r} has size {x.shape[dim]} in dim {dim}, it must be {size}")
+        if spec.batch_dim is not None and x.shape[spec.batch_dim] == 0:
+            problems.append(f"input {path!r} has an empty batch: shape {tuple(x.shape)}")
+        if world > 1 and x.requires_grad:
+            problems.append(
+                f"input {path!r} requires a gradient, which is a pending sum over ranks here: pass x.detach(), "
+                "or make what it comes from part of the model"
+            )
+    return problems + _aliases(found, params)
+
+
+def exchange(report: Report, mesh: Mesh, device: torch.device) -> None:
+    """Collective over the world: return if every rank's call fits and all agree, else raise the same error on all."""
+    mine = torch.tensor(report.vector(), dtype=torch.int64, device=device)
+    gathered = [torch.empty_like(mine) for _ in range(mesh.world)]
+    dist.all_gather(gathered, mine)
+    rows = torch.stack(gathered).tolist()
+    tp_groups = mesh.groups(mesh.role("tp"))
+    if (
+        all(row[0] for row in rows)
+        and all(row[1:3] == rows[0][1:3] for row in rows)
+        and all(rows[rank][3:] == rows[group[0]][3:] for group in tp_groups for rank in group)
+    ):
+        return
+    reports: list[Report] = [report] * mesh.world
+    dist.all_gather_object(reports, report)
+    raise _verdict(reports, tp_groups)
+
+
+def values_digest(tensors: Iterable[Tensor]) -> int:
+    """One number for the values of all integer tensors (position-dependent); floating-point ones are left out."""
+    total = 0
+    for x in tensors:
+        if x.dtype.is_floating_point or x.dtype.is_complex:
+            continue
+        flat = x.detach().reshape(-1).to(torch.int64)
+        weights = torch.arange(flat.numel(), device=flat.device).remainder_(65521).add_(1)
+        total = (total * 31 + int((flat * weights).sum())) % 2**61
+    return total
+
+
+def alone(report: Report) -> None:
+    """The same verdict where there is one rank only."""
+    if report.problems:
+        raise _error(report.problems, report.where, "")
+
+
+def _verdict(reports: list[Report], tp_groups: tuple[tuple[int, ...], ...]) -> MoecError:
+    own = [f"{_ranks(ranks)}: {p}" for what, ranks in _by_value([r.problems for r in reports]) for p in what]
+    if own:
+        return _error(own, reports[0].where, "")
+    problems = []
+    if len(calls := _by_value([r.key for r in reports])) > 1:
+        problems.append("the ranks make different calls: " + _listed(calls))
+    elif len(batches := _by_value([r.batch for r in reports])) > 1:
+        problems.append("the batch size differs between ranks: " + _listed(batches))
+    for group in tp_groups:
+        if len(shapes := _by_value([reports[r].shapes for r in group], group)) > 1:
+            problems.append(f"shapes differ inside the tp group {list(group)}: {_listed(shapes)}")
+        elif len({reports[r].values for r in group}) > 1:
+            problems.append(f"token ids or other integer inputs differ inside the tp group {list(group)}")
+    return _error(
+        problems,
+        reports[0].where,
+        "every rank makes the same call with its own dp slice of the global batch; ranks that differ only in tp pass "
+        "identical tensors (moec.shard_batch cuts a global tensor)",
+    )
+
+
+def _error(problems: list[str], where: str, way_out: str) -> MoecError:
+    text = problems[0] if len(problems) == 1 else "\n  - ".join([f"{len(problems)} problems", *problems])
+    return MoecError(text, where=where, way_out=way_out)
+
+
+def _by_value(values: list, ranks: Iterable[int] | None = None) -> list[tuple]:
+    out: list[tuple] = []
+    for rank, value in zip(ranks if ranks is not None else range(len(values)), values, strict=True):
+        for known, members in out:
+            if known == value:
+                members.append(rank)
+                break
+        else:
+            out.append((value, [rank]))
+    return out
+
+
+def _listed(values: list[tuple]) -> str:
+    return "; ".join(f"{_ranks(ranks)}: {_show(value)}" for value, ranks in values)
+
+
+def _show(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{k}={list(v) if isinstance(v, tuple) else v}" for k, v in value.items())
+    return str(value)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _digest(value: object) -> int:
+    raw = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+    return int.from_bytes(raw, "little", signed=True)
+
+
+def _aliases(inputs: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> list[str]:
+    """Inputs that share memory with a parameter, or partly with each other (one tensor passed twice is fine)."""
+    problems = []
+    of_storage: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, p in params.items():
+        if p.device.type != "meta" and p.numel():
+            of_storage.setdefault(p.untyped_storage().data_ptr(), []).append((name, p))
+    for path, x in inputs.items():
+        if x.device.type == "meta" or not x.numel():
+            continue
+        for name, _ in of_storage.get(x.untyped_storage().data_ptr(), ()):
+            problems.append(f"input {path!r} shares memory with parameter {name!r}: pass a clone")
+    items = list(inputs.items())
+    for i, (path, x) in enumerate(items):
+        for other, y in items[:i]:
+            if _partly_shared(x, y):
+                problems.append(f"inputs {other!r} and {path!r} overlap in memory: pass clones")
+    return problems
+
+
+def _partly_shared(x: Tensor, y: Tensor) -> bool:
+    if "meta" in (x.device.type, y.device.type) or not x.numel() or not y.numel():
+        return False
+    if x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():
+        return False
+    if (x.data_ptr(), x.shape, x.stride(), x.dtype) == (y.data_ptr(), y.shape, y.stride(), y.dtype):
+        return False
+    if x.dtype != y.dtype:
+        return True  # two readings of the same bytes
+    return bool(torch.isin(_addresses(x), _addresses(y)).any())
+
+
+def _addresses(x: Tensor) -> Tensor:
+    """Storage offset of every element."""
+    at = torch.tensor(x.storage_offset())
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        at = at.unsqueeze(-1) + torch.arange(size) * stride
+    return at.reshape(-1)
