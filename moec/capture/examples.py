@@ -37,8 +37,13 @@ class Call:
 
 def flatten_call(args: tuple, kwargs: dict[str, Any]) -> Call:
     with_paths, spec = pytree.tree_flatten_with_path((tuple(args), dict(sorted(kwargs.items()))))
-    paths = tuple(".".join(_key(k) for k in path[1:]) for path, _ in with_paths)
+    paths = tuple(dotted(path[1:]) for path, _ in with_paths)
     return Call(tuple(x for _, x in with_paths), paths, spec)
+
+
+def dotted(path: Any) -> str:
+    """``past.0.keys`` for a pytree key path."""
+    return ".".join(_key(k) for k in path)
 
 
 def _key(entry: Any) -> str:

@@ -1,0 +1,186 @@
+"""Blocks: find the MoE blocks of a model and get each one ready to be raised.
+
+``find_blocks`` runs the skeleton's forward once with fake tensors.  When a candidate owner is called, it is scouted,
+observed, located and proved (see the modules of those names); the guide that comes of it takes part in the same forward
+already, so that a block whose loop cannot run on fake tensors does not stop what comes after it.  Blocks that look and
+are called alike are treated once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from moec.runtime import torch_compat
+
+from .body import Refused
+from .guide import Guide
+from .locate import locate
+from .observe import observe
+from .owners import Owner, candidates
+from .probe import ProbeReport, Recipe, probe, randomised
+from .skeleton import replica
+
+
+@dataclass(frozen=True)
+class Raised:
+    """A raised block: what raises it, and what proved it."""
+
+    guide: Guide
+    recipe: Recipe
+    report: ProbeReport
+    module: nn.Module
+    """The module's structure (parameters without storage), from which the proof makes random copies."""
+    training: bool
+
+    def prove(self) -> ProbeReport:
+        """The proof once more; raises ``Refused`` if it fails."""
+        return probe(self.guide, self.module, self.recipe, training=self.training)
+
+
+@dataclass
+class Blocks:
+    raised: dict[str, Raised] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    """Path -> why the block stays as it is."""
+
+
+def find_blocks(model: nn.Module, twin: nn.Module, call: Callable[[], Any], *, training: bool) -> Blocks:
+    """``twin`` is the skeleton of ``model``; ``call()`` calls it with fake tensors."""
+    found = Blocks()
+    owners = {o.path: o for o in candidates(model)}
+    if not owners:
+        return found
+    known: dict[Any, Raised | str | None] = {}
+
+    def wrap(owner: Owner) -> Callable:
+        module, original = twin.get_submodule(owner.path), model.get_submodule(owner.path)
+        forward = module.forward
+
+        @functools.wraps(forward)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            recipe = Recipe.of(args, kwargs)
+            key = (_likeness(original), tuple(owner.roles), owner.num_experts, _shape_key(recipe))
+            if key not in known:
+                with torch_compat.without_modes():
+                    known[key] = _prepare(owner, original, recipe, training)
+            verdict = known[key]
+            if isinstance(verdict, Raised):
+                guide = replace(verdict.guide, owner=owner)
+                found.raised[owner.path] = replace(verdict, guide=guide)
+                return guide.forward(module, forward, args, kwargs)
+            if isinstance(verdict, str):
+                found.refused[owner.path] = verdict
+            return forward(*args, **kwargs)
+
+        return wrapper
+
+    with forwards_replaced(twin, {path: wrap(o) for path, o in owners.items()}):
+        try:
+            call()
+        except Refused as e:
+            found.refused.setdefault("", str(e))
+        except (RuntimeError, ValueError, TypeError, NotImplementedError):
+            # Something before or after the blocks does not run on fake tensors; export says what, better than we could.
+            if not found.refused and not found.raised:
+                raise
+    return found
+
+
+@contextmanager
+def forwards_replaced(root: nn.Module, forwards: dict[str, Callable]) -> Iterator[None]:
+    modules = {path: root.get_submodule(path) for path in forwards}
+    try:
+        for path, forward in forwards.items():
+            modules[path].forward = forward
+        yield
+    finally:
+        for m in modules.values():
+            vars(m).pop("forward", None)
+
+
+def guided(twin: nn.Module, blocks: Blocks) -> dict[str, Callable]:
+    """Replacement forwards of the raised blocks of another skeleton of the same model."""
+    return {path: _guided(twin.get_submodule(path), r.guide) for path, r in blocks.raised.items()}
+
+
+def _guided(module: nn.Module, guide: Guide) -> Callable:
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return guide.forward(module, forward, args, kwargs)
+
+    return wrapper
+
+
+def _prepare(owner: Owner, module: nn.Module, recipe: Recipe, training: bool) -> Raised | str | None:
+    """A proved guide; or why there is none; or None if the module is no MoE block at all."""
+    g = torch.Generator().manual_seed(0)
+    experts = owner.num_experts
+    symbols = recipe.symbols()
+    sizes = dict(zip(symbols, (3, 2 * experts + 5, 2, 5, 4, 6), strict=False))
+    meta = replica(module, lambda t, _: t.detach().to("meta"), training=training)
+    args, kwargs = recipe.make(sizes, experts, g, device="meta")
+    if not owner.routes(meta, args, kwargs):
+        return None
+    try:
+        for attempt in range(4):
+            real = randomised(module, g, training=training, promote=False, grad=False)
+            args, kwargs = recipe.make(sizes, experts, g)
+            tape = observe(real, args, kwargs, owner.path)
+            try:
+                found = locate(tape, owner, real)
+                break
+            except Refused as e:
+                if "were reached" not in str(e) or attempt == 3 or not symbols:
+                    raise
+                sizes = {s: n * 3 if i == len(symbols[:2]) - 1 else n for i, (s, n) in enumerate(sizes.items())}
+        guide = Guide(owner, tape, found)
+        bare = replica(module, lambda t, p: t.detach().to("meta") if p else t.detach().clone(), training=training)
+        return Raised(guide, recipe, probe(guide, bare, recipe, training=training), bare, training)
+    except Refused as e:
+        return str(e)
+    except (RuntimeError, ValueError, TypeError, IndexError) as e:
+        return f"it does not run on fabricated inputs: {type(e).__name__}: {e}"
+
+
+def _shape_key(recipe: Recipe) -> tuple:
+    return tuple(
+        (str(x[0]), tuple(map(str, x[1]))) if isinstance(x, tuple) and x and isinstance(x[0], torch.dtype) else repr(x)
+        for x in recipe.leaves
+    )
+
+
+def _likeness(module: nn.Module) -> tuple:
+    """Equal for modules that compute alike: same classes, shapes, settings and buffers."""
+    hidden = {"_parameters", "_buffers", "_modules", "training"}
+    out: list[Any] = []
+    for path, m in module.named_modules():
+        settings = tuple((k, _value(v)) for k, v in sorted(vars(m).items()) if k not in hidden)
+        shapes = tuple((n, p.shape, p.dtype) for n, p in m._parameters.items() if p is not None)
+        buffers = tuple((n, _content(b)) for n, b in m._buffers.items() if b is not None)
+        out.append((path, type(m), settings, shapes, buffers))
+    return tuple(out)
+
+
+def _value(v: Any) -> Any:
+    if isinstance(v, (int, float, str, bool, type(None), torch.dtype, torch.device)):
+        return v
+    if isinstance(v, (tuple, list)):
+        return (type(v), *map(_value, v))
+    if isinstance(v, dict):
+        return tuple((str(k), _value(x)) for k, x in v.items())
+    return id(v)
+
+
+def _content(b: torch.Tensor) -> Any:
+    if b.is_meta or b.numel() > 1 << 20:
+        return (b.shape, b.dtype, id(b))
+    return (b.shape, b.dtype, tuple(b.detach().flatten().tolist()))

@@ -1,0 +1,197 @@
+"""Guide: run a MoE block's forward again, with the expert loop replaced by the canonical operations.
+
+The module's own Python code runs, under a mode that follows the tape call by call.
+
+1. A call outside of the region is executed on what is really there (fake tensors while exporting).
+2. A call of the region is *not* executed: Python is handed the recorded tensor, so ``if idx.numel() == 0``,
+   ``for e in hit`` and the like take the branches that were observed, in which every expert has work.
+3. At the call that completes the combined output, ``permute``, the body on stacked parameters and ``unpermute`` are
+   emitted; from there on that output stands for the recorded one.
+4. What the module returns, or keeps in an attribute, of the region's other values (statistics of the ids) is computed
+   on demand, by then executing the calls that it needs.
+5. A call that is not the recorded one refuses.
+
+Whether the result is right for other inputs is not argued here; ``probe`` proves it for each block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from .body import Refused, function_name, record, same_function
+from .locate import Located
+from .observe import Call, Tape
+from .owners import Owner, walk
+
+
+@dataclass(frozen=True)
+class Guide:
+    owner: Owner
+    tape: Tape
+    found: Located
+
+    def forward(self, module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """``forward(*args, **kwargs)`` of ``module``, raised."""
+        replay = _Replay(self, module, args, kwargs)
+        with replay:
+            out = forward(*args, **kwargs)
+        return replay.finish(out)
+
+
+class _Replay(TorchFunctionMode):
+    def __init__(self, guide: Guide, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.owner, self.tape, self.found = guide.owner, guide.tape, guide.found
+        self.module = module
+        self.next = 0
+        self.live: dict[int, Any] = dict(zip(self.tape.inputs, walk((args, kwargs)), strict=True))
+        self.skipped: dict[int, tuple[tuple, dict[str, Any]]] = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        call = self._aligned(func)
+        if call.index in self.found.region:  # 2
+            self.skipped[call.index] = (args, kwargs)
+            if call.index != self.found.out_call:
+                return call.result
+            self._emit()
+            return next((self.live[v] for v in call.makes if v in self.found.outs), call.result)
+        args, kwargs = self._present(call, args, kwargs)  # 1
+        out = func(*args, **kwargs)
+        if not call.is_query:
+            self._keep(call, args, kwargs, out)
+        return out
+
+    def _aligned(self, func: Callable) -> Call:
+        if self.next < len(self.tape.calls):
+            call = self.tape.calls[self.next]
+            if same_function(call.func, func):
+                self.next += 1
+                return call
+            expected = call.name
+        else:
+            expected = "the end"
+        raise Refused(  # 5
+            f"its forward does something else for other inputs: call {self.next} is {function_name(func)}, "
+            f"and was {expected} when it was observed"
+        )
+
+    def _present(self, call: Call, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Arguments as they are, except that recorded or overwritten tensors become what stands for them."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        if len(tensors) != len(call.reads):
+            raise Refused(f"{call.name} was called with {len(call.reads)} tensors and now with {len(tensors)}")
+        for i, v in zip(tensors, call.reads, strict=True):
+            leaves[i] = self._standin(v, leaves[i])
+        return pytree.tree_unflatten(leaves, spec)
+
+    def _standin(self, v: int, given: Any) -> Any:
+        """What stands for value ``v`` now, ``given`` being what Python holds of it."""
+        if v in self.live:
+            return self.live[v]
+        if v in self.found.tainted or v in self.found.outs:
+            return self._materialise(v)
+        return given
+
+    def _keep(self, call: Call, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
+        made = list(walk(out))
+        if len(made) != len(call.makes):
+            raise Refused(f"{call.name} made {len(call.makes)} tensors and now {len(made)}")
+        operands = dict(zip(call.reads, walk((args, kwargs)), strict=True))
+        for old, new in call.overwrites:
+            if old in operands or old in self.live:
+                self.live[new] = operands.get(old, self.live.get(old))
+        for v, t in zip(call.makes, made, strict=True):
+            self.live[v] = t
+
+    # 3 --------------------------------------------------------------------------------------------------------------
+
+    def _emit(self) -> None:
+        found, ops = self.found, torch.ops.moec
+        x, ids, w = (self.live_value(v) for v in (found.x, found.ids, found.weights))
+        x_TH = x.reshape(-1, x.shape[-1])
+        ids_TK = ids.reshape(-1, found.top_k).long()
+        if found.dense_weights:
+            w_TK = w.reshape(-1, self.owner.num_experts).gather(1, ids_TK)
+        else:
+            w_TK = w.reshape(-1, found.top_k)
+        rows, counts, row_of = ops.permute(x_TH, ids_TK, self.owner.num_experts)
+        y = found.body.grouped(rows, counts, lambda role: self.owner.stack(role, self.module))
+        out_TM = ops.unpermute(y, w_TK, row_of)
+        for v in found.outs:
+            out = out_TM.reshape(self._shape(v, out_TM))
+            if self._dtype(v) != out.dtype:
+                out = out.to(self._dtype(v))
+            self.live[v] = out
+
+    def live_value(self, v: int) -> Tensor:
+        if v not in self.live and v in self.tape.params:
+            name = self.tape.params[v]
+            self.live[v] = dict(self.module.named_buffers()).get(name)
+        if self.live.get(v) is None:
+            raise Refused("its ids, weights or tokens come from somewhere that capture cannot follow")
+        return self.live[v]
+
+    def _shape(self, v: int, out_TM: Tensor) -> tuple[Any, ...]:
+        """The recorded shape in terms of sizes that are there now: leading dims of a value that has the same ones."""
+        lead = self.tape.values[v].shape[:-1]
+        if len(lead) == 1:
+            return (out_TM.shape[0], out_TM.shape[1])
+        for u, t in self.live.items():
+            seen = self.tape.values[u]
+            if isinstance(t, Tensor) and seen is not None and seen.dim() > len(lead) and seen.shape[: len(lead)] == lead:
+                return (*t.shape[: len(lead)], out_TM.shape[1])
+        raise Refused(f"the combined output has leading sizes {tuple(lead)}, which no other value of the block has")
+
+    def _dtype(self, v: int) -> torch.dtype:
+        """The recorded dtype in terms of what is there now: that of tokens, weights or parameters."""
+        recorded = self.tape.values[v].dtype
+        for u in (self.found.x, self.found.weights):
+            if self.tape.values[u].dtype == recorded:
+                return self.live[u].dtype
+        return recorded
+
+    # 4 --------------------------------------------------------------------------------------------------------------
+
+    def _materialise(self, v: int) -> Any:
+        if v in self.live:
+            return self.live[v]
+        call = self.tape.calls[self.tape.maker[v]] if self.tape.maker[v] >= 0 else None
+        if call is None or call.index not in self.skipped or v in self.found.of_experts:
+            raise Refused("a value from inside the expert loop is used outside of it")
+        args, kwargs = self._present(call, *self.skipped[call.index])
+        if call.overwrites:
+            args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.clone(), (args, kwargs))
+        out = call.func(*args, **kwargs)
+        operands = dict(zip(call.reads, walk((args, kwargs)), strict=True))
+        for old, new in call.overwrites:
+            if old in operands:
+                self.live[new] = operands[old]
+        record_only = Call(call.index, call.func, (), {}, (), call.makes, (), None)
+        record(record_only, out, self.live)
+        if v not in self.live:
+            raise Refused("a view that the expert loop wrote through is used outside of it")
+        return self.live[v]
+
+    def finish(self, out: Any) -> Any:
+        if self.next != len(self.tape.calls):
+            raise Refused(f"its forward ended after {self.next} of {len(self.tape.calls)} calls for other inputs")
+        leaves, spec = pytree.tree_flatten(out)
+        tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        if len(tensors) != len(self.tape.results):
+            raise Refused("it returns another number of tensors for other inputs")
+        for i, v in zip(tensors, self.tape.results, strict=True):
+            leaves[i] = self._standin(v, leaves[i])
+        for m in self.module.modules():
+            for name, t in list(vars(m).items()):
+                if isinstance(t, Tensor) and id(t) in self.tape.current:
+                    setattr(m, name, self._standin(self.tape.current[id(t)], t))
+        return pytree.tree_unflatten(leaves, spec)
