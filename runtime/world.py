@@ -69,8 +69,7 @@ class LockstepWorld:
                 outs = [fx.map_arg(node.args[0], env.__getitem__) for env in envs]
                 return [tuple(o) if isinstance(o, (tuple, list)) else (o,) for o in outs]
             if node.op != "placeholder":
-                for env, value in zip(envs, self._step(module, node, envs), strict=True):
-                    env[node] = value
+                _store(envs, node, self._step(module, node, envs))
             for dead in dies_at.get(node, ()):
                 for env in envs:
                     del env[dead]
@@ -165,12 +164,27 @@ class _Across(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run, run_backward, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.run_backward = run_backward
+        ctx.shapes = [x.shape for x in xs]
         return tuple(run(xs))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads: Tensor):
-        return None, None, *ctx.run_backward(grads)
+        found = ctx.run_backward(grads)
+        # Autograd itself would sum a gradient that is merely broadcastable to the right shape.
+        if [g.shape for g in found] != ctx.shapes:
+            raise MoecError(
+                f"the dual gave gradients of shapes {[tuple(g.shape) for g in found]} "
+                f"for inputs of shapes {[tuple(s) for s in ctx.shapes]}",
+                where="collectives.TABLE",
+            )
+        return None, None, *found
+
+
+def _store(envs: list[dict[fx.Node, Any]], node: fx.Node, values: list[Any]) -> None:
+    # A function of its own, so that no loop variable keeps the last value alive.
+    for env, value in zip(envs, values, strict=True):
+        env[node] = value
 
 
 def _call(module: fx.GraphModule, node: fx.Node, args: tuple, kwargs: dict) -> Any:

@@ -1,5 +1,5 @@
 """The ``moec::`` ops: importing this package registers them all."""
 
-from . import convert, exchange, grouped_add, grouped_mm, permute, sort_chunks, unpermute
+from . import convert, exchange, grouped_add, grouped_mm, pad_rows, permute, sort_chunks, unpermute
 
-__all__ = ["convert", "exchange", "grouped_add", "grouped_mm", "permute", "sort_chunks", "unpermute"]
+__all__ = ["convert", "exchange", "grouped_add", "grouped_mm", "pad_rows", "permute", "sort_chunks", "unpermute"]

@@ -6,8 +6,8 @@
 * Backward is the dual of the table, launched *and waited for*; forward of a start op has its wait as a separate node.
 * A dim that is dealt out must be divisible by ``size`` (MoecError).  Symbolic dims are not guarded here: the pass that
   inserts a conversion guards them once.
-* Gathers along a dim other than 0 move that dim to the front, communicate, and return a strided *view* of the buffer:
-  a copy would have to come after the wait.
+* A gather along a dim other than 0 returns a tensor in whose memory that dim is outermost: rearranging it would have to
+  come after the wait.
 """
 
 from __future__ import annotations
@@ -64,31 +64,28 @@ def _zero_pad(x: Tensor, dim: int, to_dim: int, size: int, kind: str, pg: dist.P
 
 def _all_reduce(x: Tensor, dim: int, to_dim: int, size: int, kind: str, pg: dist.ProcessGroup) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
-    on_wait(out, dist.all_reduce(out, group=pg, async_op=True))
+    on_wait(out, dist.all_reduce(out.data, group=pg, async_op=True))
     return out
 
 
 def _all_gather(x: Tensor, dim: int, to_dim: int, size: int, kind: str, pg: dist.ProcessGroup) -> Tensor:
-    mine = x.movedim(dim, 0).contiguous()
-    out = x.new_empty((size * mine.shape[0], *mine.shape[1:]))
-    on_wait(out, all_gather_flat(out, mine, group=pg, async_op=True))
-    return out.movedim(0, dim)
+    out, flat = _dim_outermost(x, _gathered(x, dim, size), dim)
+    on_wait(out, all_gather_flat(flat, x.movedim(dim, 0).contiguous(), group=pg, async_op=True))
+    return out
 
 
 def _reduce_scatter(x: Tensor, dim: int, to_dim: int, size: int, kind: str, pg: dist.ProcessGroup) -> Tensor:
-    part = part_of(x, dim, size, kind)
-    mine = x.movedim(dim, 0).contiguous()
-    out = x.new_empty((part, *mine.shape[1:]))
-    on_wait(out, reduce_scatter_flat(out, mine, group=pg, async_op=True))
-    return out.movedim(0, dim)
+    out, flat = _dim_outermost(x, _scattered(x, dim, size, kind), dim)
+    on_wait(out, reduce_scatter_flat(flat, x.movedim(dim, 0).contiguous(), group=pg, async_op=True))
+    return out
 
 
 def _all_to_all(x: Tensor, dim: int, to_dim: int, size: int, kind: str, pg: dist.ProcessGroup) -> Tensor:
-    # [.., dim, .., size*part, ..] -> [size, dim, ..., part, ...]: what goes to one rank lies together, ``dim`` first.
-    chunks = torch.stack([c.movedim(dim, 0) for c in x.split(part_of(x, to_dim, size, kind), to_dim)])
-    out = torch.empty_like(chunks)
-    on_wait(out, dist.all_to_all_single(out, chunks, group=pg, async_op=True))
-    return out.flatten(0, 1).movedim(0, dim)
+    # What goes to one rank lies together, ``dim`` first: [size * dim, ..., part of to_dim, ...].
+    chunks = torch.cat([c.movedim(dim, 0) for c in x.split(part_of(x, to_dim, size, kind), to_dim)])
+    out, flat = _dim_outermost(x, _moved(x, dim, to_dim, size, kind), dim)
+    on_wait(out, dist.all_to_all_single(flat, chunks, group=pg, async_op=True))
+    return out
 
 
 _RUN = {
@@ -102,25 +99,55 @@ _RUN = {
 }
 
 
-# --- What the fakes promise: the same shapes and strides. ----------------------------------------------------------
+# --- Shapes and strides, of results and of fakes. --------------------------------------------------------------------
+
+
+def _gathered(x: Tensor, dim: int, size: int) -> list[int]:
+    shape = list(x.shape)
+    shape[dim] = shape[dim] * size
+    return shape
+
+
+def _scattered(x: Tensor, dim: int, size: int, kind: str) -> list[int]:
+    shape = list(x.shape)
+    shape[dim] = part_of(x, dim, size, kind)
+    return shape
+
+
+def _moved(x: Tensor, dim: int, to_dim: int, size: int, kind: str) -> list[int]:
+    shape = _gathered(x, dim, size)
+    shape[to_dim] = part_of(x, to_dim, size, kind)
+    return shape
+
+
+def _dim_outermost(x: Tensor, shape: list[int], dim: int) -> tuple[Tensor, Tensor]:
+    """A new tensor of ``shape`` in whose memory ``dim`` is outermost, and a contiguous alias with ``dim`` in front.
+
+    The collective gets the alias: what the op returns must be no view, and the backend's thread, which may write while
+    autograd is already looking at the result, must not touch its version counter (hence ``data``).
+    """
+    order = [dim, *(d for d in range(x.ndim) if d != dim)]
+    out = torch.empty_permuted(shape, order, dtype=x.dtype, device=x.device)
+    return out, out.data.movedim(dim, 0)
 
 
 def _fake(primitive: str, x: Tensor, dim: int, to_dim: int, size: int, kind: str) -> Tensor:
-    shape = list(x.shape)
-    if primitive == "identity":
-        return torch.empty_like(x)
-    if primitive == "all_reduce":
-        return x.new_empty(shape)
-    if primitive in ("slice", "reduce_scatter"):
-        shape[dim] = part_of(x, dim, size, kind)
-    else:
-        shape[dim] = shape[dim] * size
-    if primitive == "all_to_all":
-        shape[to_dim] = part_of(x, to_dim, size, kind)
-    if primitive in ("slice", "zero_pad"):
-        return x.new_empty(shape)
-    first = shape.pop(dim)
-    return x.new_empty((first, *shape)).movedim(0, dim)
+    match primitive:
+        case "identity":
+            return torch.empty_like(x)
+        case "all_reduce":
+            return x.new_empty(x.shape)
+        case "slice":
+            return x.new_empty(_scattered(x, dim, size, kind))
+        case "zero_pad":
+            return x.new_empty(_gathered(x, dim, size))
+        case "all_gather":
+            return _dim_outermost(x, _gathered(x, dim, size), dim)[0]
+        case "reduce_scatter":
+            return _dim_outermost(x, _scattered(x, dim, size, kind), dim)[0]
+        case "all_to_all":
+            return _dim_outermost(x, _moved(x, dim, to_dim, size, kind), dim)[0]
+    raise AssertionError(primitive)
 
 
 # --- One op per kind. ----------------------------------------------------------------------------------------------

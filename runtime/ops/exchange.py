@@ -39,7 +39,8 @@ def _start(x_NH: Tensor, send: list[int], recv: list[int], out: Tensor, size: in
     if pg.size() != size:
         raise MoecError(f"size is {size} but group {group!r} has {pg.size()} ranks", where=f"moec::{kind}")
     mine = x_NH[: sum(send)].contiguous()
-    on_wait(out, dist.all_to_all_single(out[: sum(recv)], mine, recv, send, group=pg, async_op=True))
+    # ``data``: the backend's thread must not touch the version counter of the result.
+    on_wait(out, dist.all_to_all_single(out.data[: sum(recv)], mine, recv, send, group=pg, async_op=True))
     return out
 
 

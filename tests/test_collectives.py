@@ -1,0 +1,168 @@
+"""The table of collectives, and the ops on real gloo processes: schemas, fakes, compilation, errors."""
+
+from unittest import mock
+
+import pytest
+import torch
+from collective_cases import CONVERSIONS, KEYS, MESH, conversion, dims_of, ep_moe, moe_inputs
+
+from moec.runtime.collectives import GRADIENT_TYPE, TABLE, collective, group_of, is_start, is_wait, needs_wait
+from moec.runtime.errors import MoecError
+from moec.runtime.groups import Groups
+from moec.runtime.mesh import Mesh
+from moec.runtime.ops import convert, exchange
+from moec.runtime.torch_compat import WAIT
+
+moec_ops = torch.ops.moec
+
+
+@pytest.mark.parametrize("kind", [k for k, c in TABLE.items() if c.dual])
+def test_a_dual_goes_from_gradient_type_to_gradient_type(kind):
+    entry, dual = TABLE[kind], TABLE[TABLE[kind].dual]
+    assert (dual.source, dual.dest) == (GRADIENT_TYPE[entry.dest], GRADIENT_TYPE[entry.source])
+
+
+@pytest.mark.parametrize("kind", CONVERSIONS)
+def test_the_dual_of_the_dual_is_the_kind_itself(kind):
+    assert TABLE[TABLE[kind].dual].dual == kind
+
+
+def test_registry_answers_about_targets():
+    assert {k for k in TABLE if is_start(TABLE[k].op)} == set(TABLE) - {"i_to_r", "i_to_s", "r_to_s", "s_to_p"}
+    assert all(needs_wait(k) == is_start(TABLE[k].op) for k in TABLE)
+    assert collective(moec_ops.permute.default) is None
+    assert not is_start(torch.relu)
+    assert is_wait(WAIT)
+    nodes = list(conversion("s_to_r", (1,), 2, "dp_ep").graph.nodes)
+    assert group_of(nodes[1]) == "dp_ep"
+
+
+def test_bytes():
+    gather, reduce, cut = TABLE["s_to_r"], TABLE["p_to_i"], TABLE["i_to_s"]
+    assert (gather.tensor_bytes(10, 40), gather.wire_bytes(10, 40, 4)) == (40, 30)
+    assert (reduce.tensor_bytes(40, 40), reduce.wire_bytes(40, 40, 4)) == (40, 60)
+    assert (cut.tensor_bytes(40, 10), cut.wire_bytes(40, 10, 4)) == (0, 0)
+
+
+# --- On four gloo processes. ---------------------------------------------------------------------------------------
+
+
+def _opcheck_all(rank: int, world: int) -> None:
+    # opcheck compares results without a wait node, so here the work is waited for inside the op.
+    with mock.patch.object(convert, "on_wait", _at_once), mock.patch.object(exchange, "on_wait", _at_once):
+        _opcheck_kinds(rank)
+
+
+def _at_once(x: torch.Tensor, work: torch.distributed.Work) -> None:
+    work.wait()
+
+
+def _opcheck_kinds(rank: int) -> None:
+    group = Groups(MESH, KEYS).name(KEYS[2])
+    gen = torch.Generator().manual_seed(rank)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        # Tracing does not depend on the dtype and is slow on four processes: once.
+        tests = {} if dtype == torch.float32 else {"test_utils": ("test_schema", "test_faketensor")}
+        x = torch.randn(4, 8, generator=gen).to(dtype).requires_grad_()
+        for kind in CONVERSIONS:
+            dims = (0, 1) if kind == "s_to_s" else dims_of(kind)[-1]
+            torch.library.opcheck(TABLE[kind].op, (x, *dims, 4, group), **tests)
+        send, recv = torch.tensor([rank, 0, 1, 0]), torch.tensor([[0, 1, 2, 3], [0] * 4, [1] * 4, [0] * 4][rank])
+        torch.library.opcheck(moec_ops.all_to_all.default, (x, send, recv, 4, group), **tests)
+        torch.library.opcheck(moec_ops.all_to_all_rows.default, (x, send, recv, 7, 4, group), **tests)
+    torch.library.opcheck(moec_ops.exchange_counts.default, (torch.arange(8) + rank, 4, group))
+
+
+@pytest.mark.timeout(180)
+def test_opcheck_on_real_processes(gloo4):
+    gloo4.run(_opcheck_all, timeout=150)
+
+
+def _compiled(rank: int, world: int) -> list[tuple[torch.Tensor, ...]]:
+    group = Groups(MESH, KEYS).name(KEYS[2])
+    graphs: list[str] = []
+
+    def backend(gm, example):
+        from torch._dynamo.backends.common import aot_autograd
+
+        def keep(gm, _):
+            graphs.append(str(gm.graph))
+            return gm
+
+        return aot_autograd(fw_compiler=keep)(gm, example)
+
+    run = torch.compile(ep_moe, backend=backend, dynamic=True, fullgraph=True)
+    out: list = []
+    for tokens in ([5, 3, 0, 4], [2, 6, 1, 0]):
+        data = moe_inputs(tokens, E=8, K=2, H=3, seed=5)
+        for fn in (ep_moe, run):
+            leaves = [data["x"][rank], data["weights"][rank], data["w"][2 * rank :][:2], data["b"][2 * rank :][:2]]
+            x, weights, w, b = leaves = [v.clone().requires_grad_() for v in leaves]
+            y = fn(x, data["ids"][rank], weights, w, b, 8, 4, group)
+            out.append((y.detach(), *torch.autograd.grad(y.sin().sum(), leaves)))
+    starts = [g.count("moec.all_to_all") for g in graphs]
+    waits = [g.count("wait_tensor.default") for g in graphs]
+    return out, starts, waits
+
+
+@pytest.mark.timeout(180)
+def test_aot_autograd_keeps_starts_and_waits_apart_and_the_values(gloo4):
+    for out, starts, waits in gloo4.run(_compiled, timeout=150):
+        for eager, compiled in (out[:2], out[2:]):
+            torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
+        # Forward: two exchanges and one of counts; backward: two exchanges.
+        assert all(s >= 2 for s in starts)
+        assert len(waits) >= 2
+        assert all(w >= 2 for w in waits)
+
+
+def _wrong_size(rank: int, world: int) -> None:
+    moec_ops.p_to_i(torch.zeros(4), 0, 2, Groups(MESH).name(KEYS[2]))
+
+
+def test_a_wrong_size_is_refused_on_all_ranks(gloo4):
+    for e in gloo4.run_raising(_wrong_size):
+        assert "size is 2" in str(e)
+        assert "has 4 ranks" in str(e)
+
+
+def _indivisible(rank: int, world: int) -> None:
+    moec_ops.i_to_s(torch.zeros(2, 6), 1, 4, Groups(MESH).name(KEYS[2]))
+
+
+def test_a_dim_that_size_does_not_divide_is_refused_on_all_ranks(gloo4):
+    for e in gloo4.run_raising(_indivisible):
+        assert "(2, 6)" in str(e)
+        assert "size 6, which 4 ranks do not divide" in str(e)
+
+
+def _groups(rank: int, world: int) -> None:
+    mesh = Mesh.of(dp=4, tp=1, ep=2)  # axes dp_edp, dp_ep
+    groups = Groups(mesh)
+    assert groups.device_mesh.mesh_dim_names == mesh.names
+    assert groups.device_mesh.shape == mesh.shape
+    for key in ("dp_edp", "dp_ep", "dp_edp,dp_ep"):
+        pg = groups.group(key)
+        assert tuple(torch.distributed.get_process_group_ranks(pg)) == mesh.group(rank, key)
+        assert pg.rank() == mesh.index(rank, key)
+    with pytest.raises(MoecError, match="not a group key"):
+        groups.name("tp")
+    with pytest.raises(MoecError, match="not a group key"):
+        groups.name("dp_ep,dp_edp")  # not in mesh order
+    with pytest.raises(MoecError, match="torch.distributed has 4"):
+        Groups(Mesh.of(dp=8))
+
+
+def test_groups_follow_the_mesh(gloo4):
+    gloo4.run(_groups)
+
+
+def test_groups_without_a_process_group():
+    assert Groups(Mesh.of()).device_mesh is None  # one process needs none
+    with pytest.raises(MoecError, match="not initialised"):
+        Groups(Mesh.of(dp=2))
+
+
+def test_an_unlowered_group_key_is_refused():
+    with pytest.raises(MoecError, match="no process group named 'dp_ep'"):
+        moec_ops.p_to_i(torch.zeros(2), 0, 2, "dp_ep")
