@@ -38,10 +38,10 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--tp", type=int, default=1, help="tensor parallel degree of the dense part")
     p.add_argument("--ep", type=int, default=1, help="expert parallel degree, over the same ranks as dp and tp")
     p.add_argument("--etp", type=int, help="tensor parallel degree of the experts (default: tp if ep is 1, else 1)")
-    p.add_argument("--steps", type=int, default=80)
+    p.add_argument("--steps", type=int, default=60)
     p.add_argument("--batch", type=int, default=8, help="sequences of a global batch")
     p.add_argument("--seq", type=int, default=128)
-    p.add_argument("--lr", type=float, default=2e-3)
+    p.add_argument("--lr", type=float, default=1e-3)
     p.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
     p.add_argument("--layers", type=int, default=Sizes.layers)
     p.add_argument("--hidden", type=int, default=Sizes.hidden)
@@ -120,7 +120,6 @@ def main() -> None:
         if PROCESSES > 1:
             # The other ranks wait at a barrier while rank 0 trains the reference.
             dist.init_process_group("gloo", timeout=timedelta(hours=2))
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // PROCESSES))
         say(f"{a.model} on {len(batches.text):,} bytes of text, {tokens} tokens a step, {numbers['title']}")
         begin = time.monotonic()
         plan = moec.Plan(dp=a.dp, tp=a.tp, ep=a.ep, etp=a.etp)
@@ -135,7 +134,6 @@ def main() -> None:
         numbers["collectives"] = collectives(model)
 
     if RANK == 0:
-        torch.set_num_threads(os.cpu_count() or 1)
         numbers["single"] = train(build(a), a, batches, report.Progress("1 process", a.steps, tokens))
         if not a.single:
             parallel, single = numbers["parallel"]["loss"], numbers["single"]["loss"]
