@@ -33,8 +33,8 @@ class Collective:
     dest: str
     primitive: str
     """What moves the data: see PRIMITIVES."""
-    dual: str | None
-    """The kind that carries the gradient back, None where there is no gradient (integer counts)."""
+    dual: str
+    """The kind that carries the gradient back; empty where there is no gradient (integer counts)."""
 
     @property
     def needs_wait(self) -> bool:
@@ -84,7 +84,7 @@ TABLE: dict[str, Collective] = {
         Collective("s_to_s", "S", "S", "all_to_all", "s_to_s"),
         Collective("all_to_all", "V", "V", "exchange", "all_to_all_rows"),
         Collective("all_to_all_rows", "V", "V", "exchange", "all_to_all_rows"),
-        Collective("exchange_counts", "V", "V", "counts", None),
+        Collective("exchange_counts", "V", "V", "counts", ""),
     )
 }
 COLLECTIVES = TABLE

@@ -47,6 +47,7 @@ class Groups:
         for name in mesh.names:
             self._groups[name] = self.device_mesh.get_group(name)
         if len(mesh.names) > 1:
+            assert dist.group.WORLD is not None  # initialised, see above
             self._groups[mesh.key(mesh.names)] = dist.group.WORLD
         self.ensure(keys)
 

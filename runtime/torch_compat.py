@@ -15,12 +15,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import _register_work, _resolve_process_group
 from torch._dynamo.source import LocalSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import MoecError
 
@@ -40,7 +40,7 @@ def wait(x: Tensor) -> Tensor:
 def process_group(name: str) -> dist.ProcessGroup:
     """The process group of a c10d ``group_name``, which is what collectives name in a lowered graph."""
     try:
-        return _resolve_process_group(name)
+        return _resolve_process_group(name)  # type: ignore[arg-type]  # a NewType of str
     except (RuntimeError, ValueError) as e:
         raise MoecError(
             f"there is no process group named {name!r} in this process",

@@ -42,11 +42,7 @@ def part_of(x: Tensor, dim: int, size: int, kind: str) -> int:
     return whole // size
 
 
-# --- What the ranks do: one function per primitive, (x, dim, to_dim, size, kind, group) -> tensor. --------------------
-
-
-def _identity(x: Tensor, dim: int, to_dim: int, size: int, kind: str, pg: dist.ProcessGroup) -> Tensor:
-    return x.clone()  # a custom op may not return its input
+# --- What the ranks do: a function per primitive, (x, dim, to_dim, size, kind, pg) -> tensor. -----------------------
 
 
 def _slice(x: Tensor, dim: int, to_dim: int, size: int, kind: str, pg: dist.ProcessGroup) -> Tensor:
@@ -89,7 +85,6 @@ def _all_to_all(x: Tensor, dim: int, to_dim: int, size: int, kind: str, pg: dist
 
 
 _RUN = {
-    "identity": _identity,
     "slice": _slice,
     "zero_pad": _zero_pad,
     "all_reduce": _all_reduce,
@@ -155,7 +150,7 @@ def _fake(primitive: str, x: Tensor, dim: int, to_dim: int, size: int, kind: str
 
 def _define(kind: str) -> Callable:
     entry = TABLE[kind]
-    run, two_dims = _RUN[entry.primitive], kind == "s_to_s"
+    two_dims = kind == "s_to_s"
     schema = "(Tensor x, int dim, int to_dim, int size, str group) -> Tensor"
     if not two_dims:
         schema = schema.replace(" int to_dim,", "")
@@ -169,10 +164,12 @@ def _define(kind: str) -> Callable:
 
     def kernel(x: Tensor, *args) -> Tensor:
         dim, to_dim, size, group = dims_of(x, args)
-        pg = process_group(group) if entry.primitive != "identity" else None
-        if pg is not None and pg.size() != size:
+        if entry.primitive == "identity":
+            return x.clone()  # a custom op may not return its input
+        pg = process_group(group)
+        if pg.size() != size:
             raise MoecError(f"size is {size} but group {group!r} has {pg.size()} ranks", where=f"moec::{kind}")
-        return run(x, dim, to_dim, size, kind, pg)
+        return _RUN[entry.primitive](x, dim, to_dim, size, kind, pg)
 
     def fake(x: Tensor, *args) -> Tensor:
         dim, to_dim, size, _ = dims_of(x, args)
