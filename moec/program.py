@@ -169,7 +169,7 @@ def op_name(node: fx.Node) -> str:
 
 def _render_node(n: fx.Node, params: dict[str, ParamSpec]) -> str:
     kind = _show_val(n.meta.get("val"))
-    types = f"  [{show(n.meta['types'])}]" if n.meta.get("types") else ""
+    types = f"  [{_show_types(n.meta['types'])}]" if n.meta.get("types") else ""
     if n.op == "placeholder":
         name = params[n.name].name if n.name in params else "input"
         return f"{n.name}: {kind} = {name}{types}"
@@ -179,6 +179,10 @@ def _render_node(n: fx.Node, params: dict[str, ParamSpec]) -> str:
         return f"{n.name}: {kind} = constant {n.target}{types}"
     args = ", ".join([str(a) for a in n.args] + [f"{k}={v}" for k, v in n.kwargs.items()])
     return f"{n.name}: {kind} = {op_name(n)}({args}){types}"
+
+
+def _show_types(types: Any) -> str:
+    return "; ".join(map(show, types)) if isinstance(types, list) else show(types)
 
 
 def _show_val(val: Any) -> str:

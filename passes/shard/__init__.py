@@ -57,7 +57,7 @@ class Sharder:
         self.program.layout_reasons = {self.program.params[p].name: why for p, why in layout.reasons.items()}
         self._place_inputs(layout)
         self._split_row_biases()  # 2
-        for node in list(self.graph.nodes):  # 3
+        for node in self.graph.nodes:  # 3: new nodes are inserted before the current one, and so not visited
             if node.op == "get_attr":
                 self._note(node, node.meta["val"], self._all(R), False)
             elif node.op == "call_function" and "types" not in node.meta:

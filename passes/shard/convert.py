@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from moec.placement import Type, Types
+from moec.placement import S, Type, Types
 from moec.runtime.collectives import TABLE
 from moec.runtime.errors import MoecError
 from moec.runtime.mesh import Mesh
@@ -29,6 +29,8 @@ class Converter:
         target = {a: _settle(source[a], target[a], node) for a in source}
         if target == source:
             return node
+        if owned := [a for a in source if target[a].kind == "P" and source[a].kind in "IR"]:
+            return self(self(node, {**source, **{a: self._last(node, owned) for a in owned}}), target)
         variants = self._variants.setdefault(node, [(source, node)])
         # Start from the variant that is furthest on the way, so that no step is done twice.
         usable = [(t, n) for t, n in variants if all(t[a] in (source[a], target[a]) for a in t)]
@@ -40,6 +42,14 @@ class Converter:
             value.meta["types"] = types
             variants.append((types, value))
         return value
+
+    def _last(self, node: fx.Node, axes: list[str]) -> Type:
+        """To make a pending sum of a whole value, each rank owns a slice of its last dim and has zeros elsewhere."""
+        dim, size = node.meta["val"].ndim - 1, self.mesh.size(axes)
+        if node.meta["val"].shape[dim] % size:
+            raise MoecError(f"{node.name} of shape {tuple(node.meta['val'].shape)} cannot be dealt over {size} ranks",
+                            where=node.meta.get("where", ""), way_out=f"etp that divides {node.meta['val'].shape[dim]}")
+        return S(dim)
 
     def _emit(self, value: fx.Node, step: tuple[Type, Type], axes: list[str]) -> fx.Node:
         src, dst = step
@@ -54,7 +64,7 @@ class Converter:
         if kind == "s_to_s":
             args.insert(2, dst.dim)
         out = self.graph.call_function(TABLE[kind].op, tuple(args))
-        out.meta.update({k: value.meta[k] for k in ("val", "where", "grad") if k in value.meta})
+        out.meta.update({k: value.meta[k] for k in ("val", "where", "grad", "padded") if k in value.meta})
         if TABLE[kind].needs_wait:
             started, out = out, self.graph.call_function(WAIT, (out,))
             out.meta.update(started.meta)

@@ -77,6 +77,9 @@ class Experts:
                 zip(node.meta["val"], (rows_types, rows_types, dict(dealt)), (x.meta["grad"], False, False), strict=True)
             )
         )
+        for n in (permuted, rows, counts, row_of):
+            if region.tokens is not None:
+                n.meta["padded"] = True
         permuted.meta["types"] = [n.meta["types"] for n in (rows, counts, row_of)]
         ctx.counts[node.meta.get("where", "")] = counts
         if num_ranks > 1:
@@ -101,10 +104,8 @@ class Experts:
         if isinstance(tokens, int) and tokens % n == 0:
             return ctx.convert(value, {**value.meta["types"], **{a: S(0) for a in split}})
         region.tokens = tokens
-        pad = ctx.call(operator.mod, (ctx.call(operator.neg, (tokens,), None), n), None)
-        rank = len(value.meta["val"].shape)
-        padded = ctx.call(aten.constant_pad_nd.default, (value, [0, 0] * (rank - 1) + [0, pad], fill),
-                          value.meta["val"], value.meta["types"], value.meta["grad"])
+        padded = ctx.call(moec_ops.pad_rows.default, (value, n, float(fill)), value.meta["val"], value.meta["types"], value.meta["grad"])
+        padded.meta["padded"] = True  # its rows are no longer the recorded ones over the shards
         return ctx.convert(padded, {**value.meta["types"], **{a: S(0) for a in split}})
 
     def _dispatch(self, rows: fx.Node, counts_E: fx.Node, region: Region, num_experts: int, num_ranks: int):
@@ -143,10 +144,12 @@ class Experts:
         types: Types = {a: S(0) if t.kind == "V" else t for a, t in rows.meta["types"].items()}
         grad = rows.meta["grad"] or weights.meta["grad"]
         y = ctx.call(moec_ops.unpermute.default, (rows, weights, row_of), node.meta["val"], types, grad)
+        if region.tokens is not None:
+            y.meta["padded"] = True
         restored = {a: self._restored(t, region.original[a], node) for a, t in types.items()}
         y = ctx.convert(y, restored)
         if region.tokens is not None:
-            y = ctx.call(aten.slice.Tensor, (y, 0, 0, region.tokens), node.meta["val"], restored, grad)
+            y = ctx.call(moec_ops.take_rows.default, (y, region.tokens), node.meta["val"], restored, grad)
         return y
 
     def _return(self, rows: fx.Node, region: Region) -> fx.Node:

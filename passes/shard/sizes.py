@@ -39,7 +39,7 @@ class Sizes:
                 if e.is_Symbol and str(e) not in self.symbols:
                     with self.graph.inserting_after(self._after):
                         n = self.graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
-                    n.meta["val"] = size
+                    n.meta.update(val=size, types=None)
                     self.symbols[str(e)] = self._after = n
 
     def carries_batch(self, size) -> bool:
@@ -89,6 +89,7 @@ class Sizes:
             return fn(a, b)
         with self.graph.inserting_after(self._after):
             self._after = self.graph.call_function(fn, (a, b))
+        self._after.meta["types"] = None  # a local size: not a value of the user's program
         return self._after
 
 

@@ -56,7 +56,7 @@ def _derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
     if entry is not None and entry.primitive not in ("exchange", "counts"):
         return _convert(program, node, derived[node.args[0]], entry)
     ops = operands(node)
-    types = [derived[o] for o in ops]
+    types = [derived[o] if o.meta["grad"] else _neutral(derived[o]) for o in ops]
     if entry is not None or name.startswith("moec."):
         return _moe(program, node, name, types)
     if any(t == V for t in types[0].values()) and name in ("aten.sum", "aten.reshape") and not node.meta["val"].dtype.is_floating_point:
@@ -137,12 +137,19 @@ def _moe(program: Program, node: fx.Node, name: str, types: list[Types]) -> Type
         elif name == "moec.grouped_add":
             require(on[1], (P,) if on[0] == P else (R,) if on[0] == R else (S(1, on[0].parts),), a)
             out[a] = on[0]
+        elif name in ("moec.pad_rows", "moec.take_rows"):  # each rank for its own rows, whatever shard they are
+            out[a] = on[0]
         else:  # exchanges and re-sorting move whole rows
             require(on[0], (R, P) if etp else (V,), a)
             out[a] = on[0]
     if name == "moec.permute":
         return [out, out, {a: t if t == R else S(0) for a, t in out.items()}]
     return out
+
+
+def _neutral(types: Types) -> Types:
+    """Without a gradient I and R are one type, written R."""
+    return {a: R if t == I else t for a, t in types.items()}
 
 
 def _agree(node: fx.Node, derived, recorded) -> None:

@@ -1,0 +1,195 @@
+"""check: proof, for a user's own model and plan, that the parallel program computes what their module computes.
+
+One process, a simulated world, no GPU.  Everything runs in float64 (``moec.promote``): the user's module in eager mode
+on the global batch is the oracle; the captured graph and the graph after every pass must equal it, outputs and every
+parameter's gradient, and ranks that hold the same value must agree.  The first pass that does not is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from moec import simulate
+from moec.capture import global_examples, replica
+from moec.compiler import compile_program
+from moec.plan import Plan
+from moec.program import ParamSpec, Program
+from moec.promote import Promoted, promote_program, up
+from moec.runtime.errors import MoecError
+
+TOLERANCE = 1e-12
+"""Relative, in float64.  Clean programs stay below 1e-13; a dropped collective or a wrong dual is above 1e-3."""
+
+VANISHING = 1e-4
+"""A gradient whose norm is below this share of the largest one is compared on that scale: some vanish identically
+(a key bias under softmax), and relative to rounding noise nothing would agree."""
+
+
+@dataclass
+class PassReport:
+    name: str
+    outputs: dict[str, float]
+    grads: dict[str, float]
+    disagreement: float
+    """Largest relative difference between ranks that should hold the same value."""
+
+    def worst(self) -> tuple[str, float]:
+        """The output or parameter that is furthest off, with its relative error."""
+        everything = {**{f"output {k}": v for k, v in self.outputs.items()}, **self.grads, "(ranks)": self.disagreement}
+        # max would skip a nan silently
+        return max(everything.items(), key=lambda kv: float("inf") if kv[1] != kv[1] else kv[1])
+
+
+@dataclass
+class CheckReport:
+    plan: Plan
+    world_size: int
+    tolerance: float
+    passes: list[PassReport] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.passes) and all(p.worst()[1] <= self.tolerance for p in self.passes)
+
+    @property
+    def first_failure(self) -> tuple[str, str, float] | None:
+        """(pass, parameter or output, relative error) of the first pass that is off, None if none is."""
+        for p in self.passes:
+            what, error = p.worst()
+            if not error <= self.tolerance:
+                return p.name, what, error
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"ok": self.ok, "plan": self.plan.to_dict(), "world_size": self.world_size, "tolerance": self.tolerance,
+                "first_failure": self.first_failure, "passes": [asdict(p) for p in self.passes]}
+
+    def __str__(self) -> str:
+        lines = [f"plan {self.plan.to_dict()} on {self.world_size} simulated ranks, float64", "",
+                 f"{'after pass':<12} {'outputs':>10} {'gradients':>10} {'ranks':>10}  worst"]
+        for p in self.passes:
+            lines.append(f"{p.name:<12} {max(p.outputs.values(), default=0):>10.1e} {max(p.grads.values(), default=0):>10.1e} "
+                         f"{p.disagreement:>10.1e}  {p.worst()[0]}")
+        fail = self.first_failure
+        lines += ["", f"ok: all within {self.tolerance:.0e}" if fail is None
+                  else f"FAILED after {fail[0]}: {fail[1]} differs by {fail[2]:.3g} (relative), tolerance {self.tolerance:.0e}"]
+        return "\n".join(lines)
+
+
+def check(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    example_inputs: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    world_size: int,
+    loss_fn: Callable[..., Any] | None = None,
+    tolerance: float = TOLERANCE,
+) -> CheckReport:
+    """Prove ``plan`` for ``model`` on ``world_size`` simulated ranks.
+
+    ``example_inputs`` and ``example_kwargs`` are one *global* batch (dp must divide it); Hugging Face models need none.
+    A model on the meta device is checked with random values.  Raises MoecError when the model or the plan is refused.
+    """
+    plan.validate(world_size)
+    resolved = plan.resolve(world_size)
+    args, kwargs = global_examples(model, tuple(example_inputs), dict(example_kwargs or {}), dp=resolved.dp or 1)
+    oracle = _Oracle(model, args, kwargs, loss_fn)
+    report = CheckReport(resolved, world_size, tolerance)
+
+    def observe(name: str, program: Program) -> None:
+        report.passes.append(oracle.compare(name, program))
+
+    compile_program(model, plan, world_size, args, kwargs, training=model.training, loss_fn=loss_fn, observe=observe)
+    return report
+
+
+class _Oracle:
+    """The user's module in eager mode, promoted to float64, on the global batch."""
+
+    def __init__(self, model: nn.Module, args: tuple, kwargs: dict, loss_fn: Callable[..., Any] | None) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def fill(t: Tensor, _: bool) -> Tensor:
+            if t.is_meta:
+                t = torch.randn(t.shape, generator=generator) * 0.1 if t.is_floating_point() else torch.zeros(t.shape, dtype=t.dtype)
+            return up(t.detach().clone())
+
+        self.module = replica(model, fill, training=model.training)
+        self.tensors = dict(self.module.named_parameters(remove_duplicate=False)) | dict(self.module.named_buffers(remove_duplicate=False))
+        self.args, self.kwargs = pytree.tree_map_only(Tensor, up, (args, kwargs))
+        loss_kwargs = {}
+        if loss_fn is not None:
+            from moec.capture import split_loss_kwargs
+
+            call_kwargs, loss_kwargs = split_loss_kwargs(model, loss_fn, self.kwargs)
+        else:
+            call_kwargs = self.kwargs
+        with Promoted():
+            out = self.module(*self.args, **call_kwargs)
+            self.outputs_tree = out if loss_fn is None else (loss_fn(out, **loss_kwargs), out)
+            leaves = pytree.tree_leaves(self.outputs_tree)
+            self.leaves = [x for x in leaves if isinstance(x, Tensor)]
+            roots = [x for x in self.leaves if x.requires_grad]
+            self.cotangents = {id(x): torch.ones_like(x) if x.ndim == 0 else torch.randn(x.shape, generator=generator, dtype=x.dtype) / x.numel()
+                               for x in roots}
+            if roots:
+                torch.autograd.backward(roots, [self.cotangents[id(x)] for x in roots])
+
+    def compare(self, name: str, program: Program) -> PassReport:
+        promoted = promote_program(program)
+        by_path = {p: x for p, x in _named_tensors(self.args, self.kwargs)}
+        inputs = {ph: _input(by_path, spec.path) for ph, spec in program.inputs.items()}
+        params = {ph: self._full(spec) for ph, spec in program.params.items()}
+        outs = [o for o in program.outputs if not (o.index is None and o.constant is not None)]
+        want = dict(zip([o.path for o in outs], self.leaves, strict=False))
+        cot = {path: self.cotangents[id(x)] for path, x in want.items() if id(x) in self.cotangents}
+        got = simulate.run(promoted, params, inputs, cot)
+        outputs = {path: _relative(got.outputs[path], want[path].detach()) for path in got.outputs}
+        truth = {ph: self._full_grad(spec) for ph, spec in program.params.items() if spec.requires_grad and not spec.buffer}
+        scale = max((float(g.norm()) for g in truth.values() if g is not None), default=0.0) * VANISHING
+        grads = {}
+        for ph, g in truth.items():
+            mine = got.grads[ph]
+            zero = torch.zeros(())
+            grads[program.params[ph].name] = _relative(zero if mine is None else mine, zero if g is None else g, scale)
+        return PassReport(name, outputs, grads, got.disagreement)
+
+    def _full(self, spec: ParamSpec) -> Tensor:
+        if spec.members:
+            return torch.stack([self.tensors[m].detach() for m in spec.members])
+        return self.tensors[spec.name]
+
+    def _full_grad(self, spec: ParamSpec) -> Tensor | None:
+        if not spec.members:
+            return self.tensors[spec.name].grad
+        parts = [self.tensors[m].grad for m in spec.members]
+        if all(p is None for p in parts):
+            return None
+        return torch.stack([torch.zeros_like(self.tensors[m]) if p is None else p for m, p in zip(spec.members, parts, strict=True)])
+
+
+def _relative(got: Tensor, want: Tensor, floor: float = 0.0) -> float:
+    if got.shape != want.shape and got.ndim and want.ndim:
+        raise MoecError(f"shape {tuple(got.shape)} instead of {tuple(want.shape)}", where="check")
+    if not want.is_floating_point():
+        return float((got != want).any())
+    return float((got - want).norm() / max(float(want.norm()), floor, 1e-300))
+
+
+def _named_tensors(args: tuple, kwargs: dict):
+    from moec.capture import flatten_call
+
+    return flatten_call(args, kwargs).tensors().items()
+
+
+def _input(by_path: dict[str, Tensor], path: str) -> Tensor:
+    if path not in by_path:
+        raise MoecError(f"no example for input {path!r}; there are {sorted(by_path)}", where="check")
+    return by_path[path]

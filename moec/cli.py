@@ -1,0 +1,100 @@
+"""The command line: ``moec check`` and ``moec explain``.
+
+    moec check FILE.py:make_model --plan plan.yaml --world 8
+    moec check --hf mixtral --layers 2 --world 4 --tp 2 --ep 4
+    moec explain --hf qwen3_moe --world 8 --ep 8 --json
+
+``make_model()`` returns the model, or ``(model, example_inputs, example_kwargs)``.  Exit status: 0 when the proof holds,
+1 when it fails, 2 when the model or plan is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import moec
+from moec.runtime.errors import MoecError
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except MoecError as e:
+        print(f"refused: {e}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="moec", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    for name, run, text in (
+        ("check", _check, "prove that the parallel program equals the model, after every pass, on simulated ranks"),
+        ("explain", _explain, "print every collective of a step, where parameters lie, and what was declined"),
+    ):
+        p = commands.add_parser(name, help=text, description=text)
+        p.add_argument("model", nargs="?", metavar="FILE.py:make_model")
+        p.add_argument("--hf", metavar="NAME", help="a Hugging Face architecture, or the path of a config.json")
+        p.add_argument("--layers", type=int, help="depth that the architecture is shrunk to (default 2)")
+        p.add_argument("--set", action="append", default=[], metavar="KEY=INT", help="a field of the shrunk config")
+        p.add_argument("--plan", type=Path, metavar="PLAN.yaml")
+        for degree in ("dp", "tp", "ep", "etp"):
+            p.add_argument(f"--{degree}", type=int)
+        p.add_argument("--world", type=int, required=True, metavar="N")
+        p.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+        p.set_defaults(run=run)
+    return parser
+
+
+def _check(args: argparse.Namespace) -> int:
+    model, inputs, kwargs = _model(args)
+    report = moec.check(model, _plan(args), example_inputs=inputs, example_kwargs=kwargs, world_size=args.world)
+    print(json.dumps(report.to_dict()) if args.json else report)
+    return 0 if report.ok else 1
+
+
+def _explain(args: argparse.Namespace) -> int:
+    model, inputs, kwargs = _model(args)
+    program = moec.compile_program(model, _plan(args), args.world, inputs, kwargs, training=model.training)
+    explanation = moec.explain(program)
+    print(explanation.to_json() if args.json else explanation)
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> moec.Plan:
+    data = moec.Plan.from_yaml(args.plan.read_text()).to_dict() if args.plan else {}
+    data.update({k: v for k in ("dp", "tp", "ep", "etp") if (v := getattr(args, k)) is not None})
+    return moec.Plan.from_dict(data)
+
+
+def _model(args: argparse.Namespace) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
+    torch.manual_seed(0)
+    if (args.model is None) == (args.hf is None):
+        raise MoecError("name one model: FILE.py:make_model or --hf NAME", where="command line")
+    if args.hf:
+        from moec.hf import build
+
+        return build(args.hf, args.layers, **{k: int(v) for k, _, v in (s.partition("=") for s in args.set)}), (), {}
+    path, _, function = args.model.partition(":")
+    if not Path(path).is_file() or not function:
+        raise MoecError(f"{args.model!r} is not FILE.py:function", where="command line", way_out="for example model.py:make_model")
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    made = runpy.run_path(path)
+    if function not in made:
+        raise MoecError(f"{path} defines no {function}", where="command line")
+    out = made[function]()
+    if not isinstance(out, tuple):
+        out = (out,)
+    model, inputs, kwargs = (*out, (), {})[:3] if len(out) == 1 else (*out, {})[:3]
+    return model, tuple(inputs), dict(kwargs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

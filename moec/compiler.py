@@ -1,0 +1,92 @@
+"""parallelize: the pipeline on one screen.
+
+    capture → normalize → raise_moe → shard → lower → bind to process groups → ParallelModule
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from moec.capture import capture, example_call
+from moec.module import ParallelModule
+from moec.passes import manager
+from moec.passes.contract import Pass
+from moec.passes.lower import bind, group_keys, lower
+from moec.passes.normalize import normalize
+from moec.passes.raise_moe import raise_moe
+from moec.passes.shard import shard
+from moec.plan import Plan
+from moec.program import Program
+from moec.runtime.groups import Groups
+
+PIPELINE: tuple[Pass, ...] = (normalize, raise_moe, shard, lower)
+
+
+def compile_program(
+    model: nn.Module,
+    plan: Plan,
+    world_size: int,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    training: bool,
+    loss_fn: Callable[..., Any] | None = None,
+    dump: str | Path | None = None,
+    observe: manager.Observer | None = None,
+) -> Program:
+    """Capture ``model`` and run every pass for a world of ``world_size`` ranks.  No process group is needed."""
+    plan.validate(world_size)
+    plan = plan.resolve(world_size)
+    program = capture(model, args, dict(kwargs), training=training, inputs=plan.inputs, loss_fn=loss_fn)
+    program.mesh = plan.mesh(world_size)
+    return manager.run(program, plan, PIPELINE, dump=dump or os.environ.get("MOEC_DUMP"), observe=observe)
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    example_inputs: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    dump: str | Path | None = None,
+) -> ParallelModule:
+    """Compile a plain, single-device model for this process's world.
+
+    Args:
+        model: the user's model, the same on every rank; it is copied from, never changed.
+        plan: degrees and layout.  With one process no process group is needed.
+        example_inputs, example_kwargs: one *local* call; sizes are free, ranks and dtypes are not.  Hugging Face models
+            need none.
+        loss_fn: ``loss_fn(output, **loss_kwargs)`` captured into the graph (see ``moec.capture``).
+        dump: directory for the readable graph after every pass (also ``MOEC_DUMP``).
+
+    Raises:
+        MoecError: before any collective, on all ranks alike, when the model or the plan cannot be taken.
+    """
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    groups: Groups | None = None
+    args, kwargs = example_call(model, tuple(example_inputs), dict(example_kwargs or {}))
+
+    def compile_fn(training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        program = compile_program(skeleton, plan, world, args, kwargs, training=training, loss_fn=loss_fn, dump=dump)
+        if groups is None:
+            return program
+        keys = sorted(group_keys(program))
+        groups.ensure(keys)
+        return bind(program, {k: groups.name(k) for k in keys})
+
+    from moec.capture import skeleton as make_skeleton
+
+    skeleton = make_skeleton(model)
+    plan.validate(world)
+    if world > 1:
+        groups = Groups(plan.mesh(world))
+    first = compile_fn(model.training, args, kwargs)
+    return ParallelModule(model, first, groups, compile_fn, args, kwargs)

@@ -1,0 +1,203 @@
+"""explain: every collective of a training step with its origin, group and bytes; where parameters lie and why; what was declined.
+
+Read off the compiled graph: nothing runs, no ranks are needed.  A forward collective whose input needs a gradient has
+its dual in the backward; reductions that ``lower`` peeled off parameters form the epilogue, one bucket for each group
+and dtype.  Bytes are tensor bytes on one rank (the larger of what goes in and out).  An exchange of routed rows depends
+on the data; it is stated for uniform routing and marked ``estimated``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moec.placement import show
+from moec.program import ParamSpec, Program
+from moec.runtime.collectives import TABLE, collective, group_of
+from moec.runtime.errors import MoecError
+from moec.runtime.torch_compat import expr
+
+if TYPE_CHECKING:
+    from moec.module import ParallelModule
+
+
+@dataclass(frozen=True)
+class CollectiveUse:
+    """One collective of a step.  ``phase``: forward, backward or epilogue."""
+
+    kind: str
+    primitive: str
+    phase: str
+    group: str
+    ranks: int
+    bytes: int
+    where: str
+    node: str
+    estimated: bool = False
+
+
+@dataclass(frozen=True)
+class Placement:
+    name: str
+    types: str
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    bytes: int
+    """On one rank."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    sizes: dict[str, tuple[int, ...]]
+    """The local input sizes that bytes are stated for."""
+    collectives: tuple[CollectiveUse, ...]
+    parameters: tuple[Placement, ...]
+    declined: tuple[str, ...]
+
+    def totals(self) -> dict[str, tuple[int, int]]:
+        """(count, bytes) by phase and primitive, and in all under ``"all"``."""
+        out: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+        for c in self.collectives:
+            for k in (f"{c.phase} {c.primitive}", "all"):
+                out[k] = (out[k][0] + 1, out[k][1] + c.bytes)
+        return dict(out)
+
+    def to_dict(self) -> dict[str, Any]:
+        total = self.totals().get("all", (0, 0))
+        return {
+            "sizes": {k: list(v) for k, v in self.sizes.items()},
+            "total": {"collectives": total[0], "bytes": total[1]},
+            "collectives": [asdict(c) for c in self.collectives],
+            "parameters": [asdict(p) for p in self.parameters],
+            "declined": list(self.declined),
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict())
+
+    def __str__(self) -> str:
+        lines = ["collectives of one step, bytes on one rank, for inputs "
+                 + ", ".join(f"{k}{list(v)}" for k, v in self.sizes.items())]
+        rows = [(c.phase, c.primitive, c.kind, c.group, str(c.ranks), _human(c.bytes) + ("~" if c.estimated else ""), c.where or c.node)
+                for c in self.collectives]
+        lines += _table(("phase", "collective", "types", "group", "ranks", "bytes", "where"), rows)
+        lines += ["", "totals"] + [f"  {k:<28} {n:>4}  {_human(b)}" for k, (n, b) in self.totals().items()]
+        lines += ["", "parameters"]
+        lines += _table(("name", "placement", "shape", "local", "bytes", "why"),
+                        [(p.name, p.types or "whole", str(list(p.shape)), str(list(p.local_shape)), _human(p.bytes), p.reason)
+                         for p in self.parameters])
+        lines += ["", "declined rewrites"] + [f"  {d}" for d in self.declined or ("none",)]
+        return "\n".join(lines)
+
+
+def explain(target: Program | ParallelModule, sizes: Mapping[str, tuple[int, ...]] | None = None) -> Explanation:
+    """Explain a lowered program or a parallel module.
+
+    ``sizes``: *local* sizes of the inputs by path; default: those of the module's last call, else small ones.
+    """
+    program = target if isinstance(target, Program) else target.program
+    if "sharded" not in program.facts:
+        raise MoecError("only a sharded program communicates", where="explain", way_out="compile it first")
+    sizes = sizes or getattr(target, "last_sizes", None) or {}
+    values = _symbols(program, sizes)
+    shown = {s.path: tuple(_number(d, values) for d in node.meta["val"].shape)
+             for node in program.placeholders() if (s := program.inputs.get(node.name))}
+    uses = [u for node in program.graph.nodes if node.op == "call_function" for u in _uses(program, node, values, "forward")]
+    if program.training:
+        back = [u for node in reversed(program.graph.nodes) if node.op == "call_function" for u in _uses(program, node, values, "backward")]
+        uses += back + _epilogue(program)
+    places = tuple(_placement(program, s) for s in program.params.values())
+    return Explanation(shown, tuple(uses), places, tuple(program.why_not))
+
+
+def _uses(program: Program, node, values, phase: str) -> list[CollectiveUse]:
+    entry = collective(node.target)
+    if entry is None:
+        return []
+    source = node.args[0]
+    if phase == "backward":
+        if entry.dual is None or not source.meta["grad"]:
+            return []
+        entry = TABLE[entry.dual]
+    if not entry.needs_wait:
+        return []
+    rows = any(t.kind == "V" for t in source.meta["types"].values())
+    sizes = [_bytes(program, n, values, node) for n in (source, node)]
+    return [CollectiveUse(entry.kind, entry.primitive, phase, group_of_key(program, node), node.args[-2], entry.tensor_bytes(*sizes),
+                          node.meta.get("where", ""), node.name, rows and entry.primitive == "exchange")]
+
+
+def group_of_key(program: Program, node) -> str:
+    """The group key of a collective, whether or not the graph is bound to process groups."""
+    return node.meta.get("group_key") or group_of(node)
+
+
+def _epilogue(program: Program) -> list[CollectiveUse]:
+    buckets: dict[tuple[str, torch.dtype], int] = defaultdict(int)
+    for name, key in program.grad_reductions.items():
+        spec = program.params[name]
+        buckets[key, spec.dtype] += prod(_local_shape(program, spec)) * spec.dtype.itemsize
+    return [CollectiveUse("p_to_i", "all_reduce", "epilogue", key, program.mesh.size(key), n, f"parameter gradients ({dtype})", "epilogue")
+            for (key, dtype), n in buckets.items()]
+
+
+def _local_shape(program: Program, spec: ParamSpec) -> tuple[int, ...]:
+    mesh = program.mesh
+    return tuple(s // mesh.size([a for a, t in spec.types.items() if t.kind == "S" and t.dim == d]) for d, s in enumerate(spec.shape))
+
+
+def _placement(program: Program, spec: ParamSpec) -> Placement:
+    local = _local_shape(program, spec)
+    types = {a: t for a, t in spec.types.items() if t.kind == "S"}
+    return Placement(spec.name, show(types), spec.shape, local, prod(local) * spec.dtype.itemsize,
+                     program.layout_reasons.get(spec.name, "whole: no rule asks for more"))
+
+
+def _symbols(program: Program, sizes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Value of every size symbol, from the given sizes; what is not given is 2 sequences of 16."""
+    values: dict[str, int] = {}
+    for node in program.placeholders():
+        spec = program.inputs.get(node.name)
+        if spec is None:
+            continue
+        given = sizes.get(spec.path)
+        for d, s in enumerate(node.meta["val"].shape):
+            e = expr(s)
+            if e.is_Symbol:
+                values[str(e)] = given[d] if given else 2 if str(e) in program.batch_symbols else 16
+    return values
+
+
+def _number(size, values: Mapping[str, int]) -> int:
+    e = expr(size)
+    known = {s: values[str(s)] for s in e.free_symbols if str(s) in values}
+    return int(e.subs(known))
+
+
+def _bytes(program: Program, node, values, use) -> int:
+    val = node.meta.get("local")
+    if val is None:
+        val = node.meta["val"]
+    shape = [None if any(str(s) not in values for s in expr(d).free_symbols) else _number(d, values) for d in val.shape]
+    if None in shape:  # rows that the exchange dealt out: under uniform routing as many as it was given
+        mesh = program.mesh
+        dp, dealt = mesh.size(mesh.role("dp")), mesh.size([a for a, t in use.meta["types"].items() if t.kind == "V"])
+        everywhere = {s: n * dp if s in program.batch_symbols else n for s, n in values.items()}
+        shape = [-(-_number(node.meta["val"].shape[i], everywhere) // dealt) if d is None else d for i, d in enumerate(shape)]
+    return prod(shape) * val.dtype.itemsize
+
+
+def _human(n: int) -> str:
+    return f"{n} B" if n < 10_000 else f"{n / 1e3:.1f} kB" if n < 10_000_000 else f"{n / 1e6:.1f} MB"
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(r[i]) for r in [header, *rows]) for i in range(len(header))]
+    return ["  " + "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in [header, *rows]]
