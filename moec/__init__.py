@@ -1,0 +1,30 @@
+"""moec: a compiler-centric toolkit for Mixture-of-Experts models in PyTorch.
+
+    plan = moec.Plan(tp=2, ep=4)                  # dp fills the rest of the world
+    model = moec.parallelize(model, plan)         # an ordinary nn.Module from here on
+    model(input_ids=ids, labels=labels).loss.backward()
+"""
+
+from moec.check import CheckReport, check
+from moec.compiler import compile_program, parallelize
+from moec.explain import Explanation, explain
+from moec.module import ParallelModule
+from moec.plan import Plan
+from moec.runtime.errors import MoecError
+from moec.state import full_grads, full_state_dict, load_full_state_dict, shard_batch
+
+__all__ = [
+    "CheckReport",
+    "Explanation",
+    "MoecError",
+    "ParallelModule",
+    "Plan",
+    "check",
+    "compile_program",
+    "explain",
+    "full_grads",
+    "full_state_dict",
+    "load_full_state_dict",
+    "parallelize",
+    "shard_batch",
+]

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from moec import simulate
-from moec.capture import global_examples, replica
+from moec.capture.examples import dummy_examples, flatten_call
+from moec.capture.skeleton import replica
 from moec.compiler import compile_program
 from moec.plan import Plan
 from moec.program import ParamSpec, Program
@@ -99,7 +100,7 @@ def check(
     """
     plan.validate(world_size)
     resolved = plan.resolve(world_size)
-    args, kwargs = global_examples(model, tuple(example_inputs), dict(example_kwargs or {}), dp=resolved.dp or 1)
+    args, kwargs = _global_batch(model, tuple(example_inputs), dict(example_kwargs or {}), resolved.dp or 1)
     oracle = _Oracle(model, args, kwargs, loss_fn)
     report = CheckReport(resolved, world_size, tolerance)
 
@@ -124,18 +125,11 @@ class _Oracle:
         self.module = replica(model, fill, training=model.training)
         self.tensors = dict(self.module.named_parameters(remove_duplicate=False)) | dict(self.module.named_buffers(remove_duplicate=False))
         self.args, self.kwargs = pytree.tree_map_only(Tensor, up, (args, kwargs))
-        loss_kwargs = {}
-        if loss_fn is not None:
-            from moec.capture import split_loss_kwargs
-
-            call_kwargs, loss_kwargs = split_loss_kwargs(model, loss_fn, self.kwargs)
-        else:
-            call_kwargs = self.kwargs
         with Promoted():
-            out = self.module(*self.args, **call_kwargs)
-            self.outputs_tree = out if loss_fn is None else (loss_fn(out, **loss_kwargs), out)
-            leaves = pytree.tree_leaves(self.outputs_tree)
-            self.leaves = [x for x in leaves if isinstance(x, Tensor)]
+            out = self.module(*self.args, **self.kwargs)
+            if loss_fn is not None:
+                out = {"loss": loss_fn(out, *self.args, **self.kwargs), "output": out}
+            self.leaves = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
             roots = [x for x in self.leaves if x.requires_grad]
             self.cotangents = {id(x): torch.ones_like(x) if x.ndim == 0 else torch.randn(x.shape, generator=generator, dtype=x.dtype) / x.numel()
                                for x in roots}
@@ -144,7 +138,7 @@ class _Oracle:
 
     def compare(self, name: str, program: Program) -> PassReport:
         promoted = promote_program(program)
-        by_path = {p: x for p, x in _named_tensors(self.args, self.kwargs)}
+        by_path = flatten_call(self.args, self.kwargs).tensors()
         inputs = {ph: _input(by_path, spec.path) for ph, spec in program.inputs.items()}
         params = {ph: self._full(spec) for ph, spec in program.params.items()}
         outs = [o for o in program.outputs if not (o.index is None and o.constant is not None)]
@@ -183,10 +177,22 @@ def _relative(got: Tensor, want: Tensor, floor: float = 0.0) -> float:
     return float((got - want).norm() / max(float(want.norm()), floor, 1e-300))
 
 
-def _named_tensors(args: tuple, kwargs: dict):
-    from moec.capture import flatten_call
-
-    return flatten_call(args, kwargs).tensors().items()
+def _global_batch(model: nn.Module, args: tuple, kwargs: dict, dp: int) -> tuple[tuple, dict]:
+    """The given examples, or random ones for a model that says how it is called: dp sequences each of odd length, with
+    ignored labels spread unevenly over the ranks."""
+    if args or kwargs:
+        return args, kwargs
+    args, kwargs = dummy_examples(model, training=model.training)
+    generator = torch.Generator().manual_seed(1)
+    vocab = getattr(getattr(model, "config", None), "vocab_size", 8)
+    shape = (2 * dp, 9)
+    for k, v in kwargs.items():
+        if isinstance(v, Tensor) and not v.is_floating_point() and v.ndim == 2:
+            kwargs[k] = torch.randint(0, vocab, shape, generator=generator)
+    if "labels" in kwargs:
+        kwargs["labels"][0] = -100
+        kwargs["labels"][-1, : shape[1] // 2] = -100
+    return args, kwargs
 
 
 def _input(by_path: dict[str, Tensor], path: str) -> Tensor:

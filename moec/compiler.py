@@ -13,7 +13,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from moec.capture import capture, example_call
+from moec.capture import capture
+from moec.capture.examples import dummy_examples
+from moec.capture.skeleton import replica
 from moec.module import ParallelModule
 from moec.passes import manager
 from moec.passes.contract import Pass
@@ -64,7 +66,8 @@ def parallelize(
         plan: degrees and layout.  With one process no process group is needed.
         example_inputs, example_kwargs: one *local* call; sizes are free, ranks and dtypes are not.  Hugging Face models
             need none.
-        loss_fn: ``loss_fn(output, **loss_kwargs)`` captured into the graph (see ``moec.capture``).
+        loss_fn: ``loss_fn(output, *args, **kwargs)``, called with what the model was called with and captured into the
+            graph, so that the loss is that of the global batch; the module then returns ``{"loss": …, "output": …}``.
         dump: directory for the readable graph after every pass (also ``MOEC_DUMP``).
 
     Raises:
@@ -72,20 +75,21 @@ def parallelize(
     """
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     groups: Groups | None = None
-    args, kwargs = example_call(model, tuple(example_inputs), dict(example_kwargs or {}))
+    plan.validate(world)
+    args, kwargs = tuple(example_inputs), dict(example_kwargs or {})
+    if not args and not kwargs:
+        args, kwargs = dummy_examples(model, training=model.training)
+    # Other kinds of calls are compiled later: keep the model's structure, not its storage.
+    bare = replica(model, lambda t, is_param: t.detach().to("meta") if is_param else t.detach(), training=model.training)
 
     def compile_fn(training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-        program = compile_program(skeleton, plan, world, args, kwargs, training=training, loss_fn=loss_fn, dump=dump)
+        program = compile_program(bare, plan, world, args, kwargs, training=training, loss_fn=loss_fn, dump=dump)
         if groups is None:
             return program
         keys = sorted(group_keys(program))
         groups.ensure(keys)
         return bind(program, {k: groups.name(k) for k in keys})
 
-    from moec.capture import skeleton as make_skeleton
-
-    skeleton = make_skeleton(model)
-    plan.validate(world)
     if world > 1:
         groups = Groups(plan.mesh(world))
     first = compile_fn(model.training, args, kwargs)

@@ -10,8 +10,9 @@ A data-dependent loop cannot be expressed as a graph first and rewritten later, 
 block and emits the canonical dialect (``moec.permute``, ``moec.grouped_mm``, ``moec.unpermute``).  This pass *proves*:
 
 1. Every permute has exactly one unpermute, and belongs to a recorded block.
-2. Each block is probed: the user's own module in eager mode and the raised form run in float64 on random inputs, with
-   empty experts, other sizes and skewed routing among them; outputs and every gradient must agree.
+2. Each block carries its probe: the user's own module in eager mode and the raised form ran in float64 on random
+   inputs, with empty experts, other sizes and skewed routing among them; outputs and every gradient must agree.
+   (Capture runs it, once for blocks that compute alike; ``moec.capture.probe`` repeats it.)
 3. A top-k that no region uses is noted in ``why_not``; with ep or etp above 1 a block that was not raised is refused.
 """
 
@@ -35,14 +36,14 @@ def _run(program: Program, plan: Plan) -> Program:
     if regions != closed or not set(regions) <= known:
         raise MoecError(f"expert regions {dict(regions)} do not match combines {dict(closed)} and blocks {sorted(known)}", where="raise_moe")
     for block in program.blocks:  # 2
-        report = block.guide.probe()
+        report = block.guide.report
         if not report.max_rel_error <= TOLERANCE:
             raise MoecError(
                 f"the raised block differs from the module in eager mode by {report.max_rel_error:.3g} (relative; {report.cases})",
                 where=block.path,
                 way_out="write the block as a loop over experts, each applied to its tokens and weighted by the router",
             )
-    unraised = [w for w in program.why_not if w.startswith("not raised: ")]  # 3
+    unraised = [w for w in program.why_not if "not raised" in w]  # 3
     if unraised and (plan.ep > 1 or (plan.etp or 1) > 1):
         raise MoecError(
             "; ".join(unraised),

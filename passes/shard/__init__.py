@@ -54,6 +54,7 @@ class Sharder:
 
     def run(self) -> Program:
         layout = layouts.infer(self.program, self.plan)  # 1
+        self.plan.validate(self.mesh.world, self.program, layout.limits)
         self.program.layout_reasons = {self.program.params[p].name: why for p, why in layout.reasons.items()}
         self._place_inputs(layout)
         self._split_row_biases()  # 2

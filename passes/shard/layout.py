@@ -72,7 +72,6 @@ def infer(program: Program, plan: Plan) -> Layout:
         for ph, spec in program.params.items():
             if spec.name in block.stacked:
                 out.dims[ph]["ep"] = S(0)
-        out.limits.append(Limit("ep", block.num_experts, "experts", block.path, "each rank of ep owns whole experts"))
     if isinstance(plan.layout, dict):
         _override(program, plan.layout, out)
     return out

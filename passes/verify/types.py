@@ -59,7 +59,7 @@ def _derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
     types = [derived[o] if o.meta["grad"] else _neutral(derived[o]) for o in ops]
     if entry is not None or name.startswith("moec."):
         return _moe(program, node, name, types)
-    if any(t == V for t in types[0].values()) and name in ("aten.sum", "aten.reshape") and not node.meta["val"].dtype.is_floating_point:
+    if types and any(t == V for t in types[0].values()) and name in ("aten.sum", "aten.reshape") and not node.meta["val"].dtype.is_floating_point:
         return types[0]  # bookkeeping on counts, which every rank does for its own rows
     rule = rule_for(node)
     out: list[Types] = [{} for _ in rule.results]
