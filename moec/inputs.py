@@ -32,8 +32,10 @@ class Call:
     values: dict[str, str]
 
     def key(self, training: bool) -> str:
-        """Equal for calls that one compiled program serves, on every rank the same text."""
-        inputs = ", ".join(sorted(self.tensors))
+        """Equal for calls that one compiled program serves, and on every rank the same text: the same tensors with the
+        same ranks and dtypes, the same of them broadcast over the batch, the same plain values."""
+        batch = next((x.shape[0] for x in self.tensors.values() if x.ndim >= 2), 1)
+        inputs = ", ".join(f"{path}: {_kind(x, batch)}" for path, x in sorted(self.tensors.items()))
         values = "".join(f", {path}={value}" for path, value in sorted(self.values.items()))
         return f"{'train' if training else 'eval'}({inputs}{values})"
 
@@ -91,6 +93,14 @@ def _named(signature: inspect.Signature, bound: inspect.BoundArguments):
 
 def _same(value: Any, default: Any) -> bool:
     return type(value) is type(default) and bool(value == default)
+
+
+def _kind(x: Tensor, batch: int) -> str:
+    """``int64[:, :]``, or ``int64[1, :]`` for a tensor that has one row for the whole batch."""
+    dims = [":"] * x.ndim
+    if x.ndim >= 2 and x.shape[0] == 1 and batch > 1:
+        dims[0] = "1"
+    return f"{str(x.dtype).removeprefix('torch.')}[{', '.join(dims)}]"
 
 
 def _step(key: Any) -> str:

@@ -212,7 +212,8 @@ class ParallelModule(nn.Module):
         self._agree(Report(key))
         program, problems, error = None, [], None
         try:
-            program = self._accepted(self._compile_fn(self.training, args, kwargs))
+            with torch.inference_mode(False), torch.enable_grad():  # a program serves with and without gradients
+                program = self._accepted(self._compile_fn(self.training, args, kwargs))
         except Exception as e:  # whatever it is, the other ranks must hear of it
             if self._mesh.world == 1:
                 raise

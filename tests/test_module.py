@@ -1,5 +1,6 @@
 """ParallelModule against the module that it was made from, in one process and in four gloo processes."""
 
+import inspect
 import tempfile
 
 import pytest
@@ -9,8 +10,11 @@ import torch.distributed.checkpoint as dcp
 from hand_made import D, Net, program
 from torch.distributed.tensor import DTensor
 
+from moec.inputs import bind, canonical
 from moec.module import ParallelModule
 from moec.plan import Plan
+from moec.preflight import Report, exchange, local_problems, values_digest
+from moec.program import InputSpec
 from moec.runtime.errors import MoecError
 from moec.runtime.groups import Groups
 from moec.state import checkpointable, full_grads, full_state_dict, load_full_state_dict, shard_batch
@@ -274,14 +278,14 @@ def misuse(rank, world, what):
     [
         ("batch", ["batch size differs", "ranks 0, 1: x=4", "ranks 2, 3: x=2"]),
         ("inside tp", ["shapes differ inside the tp group [2, 3]: rank 2: x=[4, 6]; rank 3: x=[3, 6]"]),
-        ("dtype", ["rank 3: input 'x' has dtype torch.float32, the program was compiled for torch.float64"]),
-        ("ndim", ["rank 3: input 'x' has shape (6,), the program was compiled for 2 dims"]),
+        ("dtype", ["ranks 0, 1, 2: train(x: float64[:, :]); rank 3: train(x: float32[:, :])"]),
+        ("ndim", ["ranks 0, 1, 2: train(x: float64[:, :]); rank 3: train(x: float64[:])"]),
         ("static", ["rank 3: input 'x' has size 5 in dim 1, it must be 6"]),
         ("missing", ["rank 3: forward: missing a required argument: 'x'"]),
         ("unknown", ["rank 3: forward: got an unexpected keyword argument 'lables'", "did you mean 'labels'"]),
         ("object", ["rank 3: mode: argument is a object"]),
-        ("values", ["ranks 0, 1, 2: train(x); rank 3: train(x, flag=2)"]),
-        ("mode", ["ranks 0, 1, 2: train(x); rank 3: eval(x)"]),
+        ("values", ["ranks 0, 1, 2: train(x: float64[:, :]); rank 3: train(x: float64[:, :], flag=2)"]),
+        ("mode", ["ranks 0, 1, 2: train(x: float64[:, :]); rank 3: eval(x: float64[:, :])"]),
         ("compile on one", ["rank 3: capture: only here"]),
         ("alias", ["rank 3: input 'x' shares memory with parameter 'down.bias'"]),
         ("gradient", ["rank 3: input 'x' requires a gradient"]),
@@ -388,3 +392,58 @@ def test_a_child_may_be_called_like_one_of_our_attributes():
     model = build(Odd(), example=(batch(),))
     assert "program.weight" in full_state_dict(model)
     model(batch())
+
+
+# ----------------------------------------------------------------------------------------------- preflight, by itself
+
+
+def ids_differ(rank, world):
+    mesh = Plan(dp=2, tp=2).mesh(world)
+    ids = torch.tensor([[1, 2, 3 + (rank == 3)], [4, 5, 6]])
+    report = Report("k", shapes={"ids": (2, 3)}, values=values_digest([ids + 10 * mesh.index(rank, mesh.role("dp"))]))
+    exchange(report, mesh, torch.device("cpu"))
+
+
+def test_token_ids_that_differ_inside_a_tp_group(gloo4):
+    errors = gloo4.run_raising(ids_differ)
+    assert len({str(e) for e in errors}) == 1
+    assert "integer inputs differ inside the tp group [2, 3]" in str(errors[0])  # and not [0, 1]
+
+
+def test_values_digest_sees_order_and_leaves_floats_out():
+    a = torch.arange(12).view(3, 4)
+    assert values_digest([a]) != values_digest([a.flip(0)])
+    assert values_digest([a, a + 1]) != values_digest([a + 1, a])
+    assert values_digest([a.float()]) == values_digest([])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "overlap"),
+    [
+        (lambda x: x[:, :-1], lambda x: x[:, 1:], True),
+        (lambda x: x[:, ::2], lambda x: x[:, 1::2], False),  # interleaved: the same range, no common element
+        (lambda x: x[:2], lambda x: x[2:], False),
+        (lambda x: x, lambda x: x, False),  # one tensor passed twice
+        (lambda x: x, lambda x: x.t(), True),
+        (lambda x: x, lambda x: x.clone(), False),
+    ],
+)
+def test_inputs_that_overlap(first, second, overlap):
+    x = torch.arange(36).view(6, 6)
+    specs = [(p, InputSpec(p, p, None, 2, torch.int64)) for p in "ab"]
+    problems = local_problems(specs, {"a": first(x), "b": second(x)}, {}, 1)
+    assert problems == (["inputs 'a' and 'b' overlap in memory: pass clones"] if overlap else [])
+
+
+def test_the_same_call_has_one_key_however_it_is_spelt():
+    def forward(x, mask=None, *more, states=(), **rest): ...
+
+    s, x, y = inspect.signature(forward), torch.ones(3, 2), torch.ones(1, 2)
+    assert bind(s, (x,), {}).key(True) == bind(s, (), {"x": x, "mask": None}).key(True)
+    assert bind(s, (x,), {}).key(True) != bind(s, (x,), {}).key(False)
+    assert bind(s, (x,), {}).key(True) != bind(s, (x, y), {}).key(True)
+    assert bind(s, (x, x), {}).key(True) != bind(s, (x, y), {}).key(True)  # y has one row for the whole batch
+    call = bind(s, (x, None, y), {"states": [x, {"a": y}], "extra": 3})
+    assert list(call.tensors) == ["x", "2", "states.0", "states.1.a"]
+    assert call.values == {"extra": "3"}
+    assert [canonical(s, p) for p in ("0", "1.a", "2", "x")] == ["x", "mask.a", "2", "x"]
