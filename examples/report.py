@@ -51,11 +51,16 @@ def loss_table(parallel: list[float], single: list[float], processes: int) -> st
 
 
 def collective_table(rows: list[dict[str, Any]]) -> str:
-    """``rows``: one a kind, group and phase (forward, backward): how many a step and the bytes that a rank sends."""
-    lines = [f"{'collective':<18}{'group':<18}{'phase':<10}{'per step':>9}{'bytes per step and rank':>25}"]
+    """``rows``: one for each phase, collective and group, with its count and tensor bytes of a step on one rank."""
+    lines = [f"{'phase':<10}{'collective':<16}{'group':<22}{'ranks':>5}{'per step':>10}{'bytes on a rank':>18}"]
     for r in rows:
-        lines.append(f"{r['kind']:<18}{r['group']:<18}{r['phase']:<10}{r['count']:>9}{r['bytes']:>25,}")
-    lines.append(f"{'total':<46}{sum(r['count'] for r in rows):>9}{sum(r['bytes'] for r in rows):>25,}")
+        size = f"{'~' if r['estimated'] else ''}{r['bytes']:,}"
+        lines.append(
+            f"{r['phase']:<10}{r['collective']:<16}{r['group']:<22}{r['ranks']:>5}{r['count']:>10}{size:>18}"
+        )
+    lines.append(f"{'a step':<53}{sum(r['count'] for r in rows):>10}{sum(r['bytes'] for r in rows):>18,}")
+    if any(r["estimated"] for r in rows):
+        lines.append("~ depends on the routing: stated for tokens spread evenly over the experts")
     return "\n".join(lines)
 
 
