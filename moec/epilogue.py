@@ -54,12 +54,12 @@ class _GradEpilogue(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         summed = list(grads)
-        buckets: dict[tuple[str, torch.dtype], list[int]] = {}
+        buckets: dict[tuple[str, torch.dtype], dict[int, Tensor]] = {}
         for i, (r, g) in enumerate(zip(ctx.reductions, grads, strict=True)):
             if g is not None and r.key:
-                buckets.setdefault((r.key, g.dtype), []).append(i)
+                buckets.setdefault((r.key, g.dtype), {})[i] = g
         for (key, _), members in buckets.items():
-            for i, g in zip(members, _sum([grads[i] for i in members], key, ctx.groups), strict=True):
+            for i, g in zip(members, _sum(list(members.values()), key, ctx.groups), strict=True):
                 summed[i] = g
         out = [None if g is None else r.wrap(g.contiguous()) for r, g in zip(ctx.reductions, summed, strict=True)]
         return (None, None, *out)

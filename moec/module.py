@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -277,7 +278,7 @@ class ParallelModule(nn.Module):
             values |= {n: s.value for n, s in zip(trained, params, strict=True)}
         else:
             reductions = [
-                Reduction(program.grad_reductions.get(n, ""), lambda g, s=s: self.place(g, s.spec.shape, s.types))
+                Reduction(program.grad_reductions.get(n, ""), partial(self.place, shape=s.spec.shape, types=s.types))
                 for n, s in zip(trained, params, strict=True)
             ]
             values |= zip(trained, enter([s.value for s in params], reductions, self._groups), strict=True)
@@ -354,7 +355,9 @@ def _container(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     called like an attribute of ours."""
     *path, attribute = name.split(".")
     for step in path:
-        root = root._modules.setdefault(step, nn.Module())
+        child = root._modules.get(step) or nn.Module()
+        root._modules[step] = child
+        root = child
     return root, attribute
 
 

@@ -59,8 +59,8 @@ class Plan:
     etp: int | None = None
     """Ranks that share each expert's width; None: tp when ep is 1, else 1."""
     layout: Literal["auto"] | Mapping[str, str] = "auto"
-    """``auto``, or {parameter or module pattern (``*`` matches anything): ``column``, ``row`` or ``replicate``};
-    what no pattern matches is placed as ``auto`` would."""
+    """``auto``, or {pattern of parameter names or of the modules that own them: ``column``, ``row`` or ``replicate``};
+    ``*`` matches dots too, later patterns win, and what none matches is placed as ``auto`` would."""
     inputs: Mapping[str, int | None] | None = None
     """{input path: batch dim, or None for "has no batch dim"}, overriding what capture derives."""
     outputs: str | Mapping[str, str] = "sharded"
@@ -119,19 +119,6 @@ class Plan:
     def output_mode(self, path: str) -> str:
         """``sharded``, ``full`` or ``drop`` for the output at ``path``."""
         return self.outputs if isinstance(self.outputs, str) else self.outputs.get(path, "sharded")
-
-    def style(self, name: str) -> str | None:
-        """The style that ``layout`` demands for a parameter or module, None where it is left to ``auto``.
-
-        A pattern matches the whole dotted name or the name of a module around it; the last match wins.
-        """
-        if isinstance(self.layout, str):
-            return None
-        found = None
-        for pattern, style in self.layout.items():
-            if _matches(pattern, name):
-                found = style
-        return found
 
     # ------------------------------------------------------------------------------------------- validation
     def validate(self, world_size: int, program: Program | None = None, limits: Iterable[Limit] = ()) -> None:
@@ -250,13 +237,13 @@ class Plan:
 
     def _name_problems(self, program: Program) -> list[str]:
         problems = []
-        names = [n for s in program.params.values() for n in (s.name, *s.members, *s.aliases)]
+        names = [s.name for s in program.params.values()]
         if isinstance(self.layout, Mapping):
-            known = sorted({n for name in names for n in _around(name)})
+            known = sorted({*names, *(n.rpartition(".")[0] for n in names)})
             problems += [
                 f"layout: pattern {_did_you_mean(pattern, known)} matches no parameter"
                 for pattern in self.layout
-                if not any(_matches(pattern, n) for n in names)
+                if not any(matches(pattern, n) for n in names)
             ]
         inputs = {s.path: s for s in program.inputs.values()}
         for path, dim in (self.inputs or {}).items() if isinstance(self.inputs, Mapping) else ():
@@ -296,14 +283,10 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _around(name: str) -> list[str]:
-    """The dotted name and those of the modules around it."""
-    parts = name.split(".")
-    return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
-
-
-def _matches(pattern: str, name: str) -> bool:
-    return any(fnmatchcase(n, pattern) for n in _around(name))
+def matches(pattern: str, name: str) -> bool:
+    """Whether a layout pattern speaks of the parameter ``name``: it matches the name or that of the module that owns
+    it (``*`` matches dots too)."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[0], pattern)
 
 
 def _did_you_mean(found: object, known: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from moec.plan import Limit, Plan
+from moec.plan import Limit, Plan, matches
 from moec.program import InputSpec, MoEBlock, OutputSpec, ParamSpec
 from moec.runtime.errors import MoecError
 from moec.runtime.mesh import Mesh
@@ -146,8 +146,8 @@ def test_a_good_plan_passes_with_its_program():
         tp=2, ep=2, layout={"layers.*.q_proj": "column"}, inputs={"input_ids": None}, outputs={"logits": "drop"}
     )
     plan.validate(4, program(), [Limit("tp", 2, "heads")])
-    assert plan.style("layers.0.q_proj.weight") == "column"
-    assert plan.style("layers.0.o_proj.weight") is None
+    assert matches("layers.*.q_proj", "layers.0.q_proj.weight") and matches("*.weight", "layers.0.q_proj.weight")
+    assert not matches("layers.0", "layers.0.q_proj.weight")
     assert (plan.output_mode("logits"), plan.output_mode("loss")) == ("drop", "sharded")
 
 
