@@ -66,9 +66,9 @@ def find_blocks(model: nn.Module, twin: nn.Module, call: Callable[[], Any], *, t
         @functools.wraps(forward)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             recipe = Recipe.of(args, kwargs)
-            key = (_likeness(original), tuple(owner.roles), owner.num_experts, _shape_key(recipe))
-            if key not in known:
-                with torch_compat.without_modes():
+            with torch_compat.without_modes():
+                key = (_likeness(original), tuple(owner.roles), owner.num_experts, _shape_key(recipe))
+                if key not in known:
                     known[key] = _prepare(owner, original, recipe, training)
             verdict = known[key]
             if isinstance(verdict, Raised):
@@ -175,6 +175,8 @@ def _value(v: Any) -> Any:
         return v
     if isinstance(v, (tuple, list)):
         return (type(v), *map(_value, v))
+    if isinstance(v, (set, frozenset)):
+        return tuple(sorted(map(str, v)))
     if isinstance(v, dict):
         return tuple((str(k), _value(x)) for k, x in v.items())
     return id(v)

@@ -70,9 +70,6 @@ def dummy_examples(model: nn.Module, *, training: bool) -> tuple[tuple, dict[str
     ids = kwargs.get("input_ids")
     if training and "labels" in names and isinstance(ids, Tensor) and _predicts_tokens(model):
         kwargs["labels"] = ids.clone()
-    config = getattr(model, "config", None)
-    if hasattr(config, "use_cache"):
-        kwargs.setdefault("use_cache", False)
     return (), kwargs
 
 

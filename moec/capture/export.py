@@ -127,12 +127,13 @@ def capture(
 
 def _find(model: nn.Module, call: Any, shapes: dict[str, Tensor], training: bool, loss_fn: Callable | None) -> Blocks:
     twin, mode = skeleton(model, training=training)
+    device = device_of(model)
+    stand_ins = {
+        p: torch_compat.symbolic_fake(mode, torch.empty(t.shape, dtype=t.dtype, device=device), f"input_{i}")
+        for i, (p, t) in enumerate(shapes.items())
+    }
+    args, kwargs = call.rebuild(stand_ins)
     with mode:
-        stand_ins = {
-            p: torch_compat.symbolic_fake(mode, torch.empty(t.shape, dtype=t.dtype, device=device_of(model)), f"input_{i}")
-            for i, (p, t) in enumerate(shapes.items())
-        }
-        args, kwargs = call.rebuild(stand_ins)
         return find_blocks(model, twin, lambda: twin(*args, **kwargs), training=training)
 
 

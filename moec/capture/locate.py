@@ -210,7 +210,7 @@ def _tokens(tape: Tape, owner: Owner, body: Body, first_use: int, of_experts: se
             if x is None or not x.is_floating_point() or x.dim() < 2 or x.shape[-1] != width or j in tape.params:
                 continue
             tokens = x.numel() // width
-            if ids.numel() % tokens or not _rows_are(ids, tokens) or not tape.valid_at(j, first_use):
+            if not tokens or ids.numel() % tokens or not _rows_are(ids, tokens) or not tape.valid_at(j, first_use):
                 continue
             flat = x.reshape(tokens, width)
             if not any(flat.shape == s.shape and torch.equal(flat, s) for s in seen):

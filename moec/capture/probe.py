@@ -105,8 +105,12 @@ def randomised(module: nn.Module, generator: torch.Generator, *, training: bool,
             return t.detach().cpu().to(dtype, copy=True)
         if not dtype.is_floating_point:
             return torch.zeros(t.shape, dtype=dtype)
-        fan_in = t.shape[-1] if t.dim() > 1 else 1
-        return (torch.randn(t.shape, generator=generator) / max(fan_in, 1) ** 0.5).to(dtype)
+        if t.dim() < 2:
+            return (0.3 * torch.randn(t.shape, generator=generator)).to(dtype)
+        # Rows and columns of nearly equal length: a router with such weights reaches every expert.
+        size = 0.7 + 0.6 * torch.rand(t.shape, generator=generator)
+        sign = torch.randint(0, 2, t.shape, generator=generator) * 2 - 1
+        return (size * sign / max(t.shape[-1], 1) ** 0.5).to(dtype)
 
     twin = replica(module, fill, training=training)
     for p in twin.parameters():

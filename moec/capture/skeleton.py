@@ -36,7 +36,7 @@ def replica(module: nn.Module, fill: Callable[[Tensor, bool], Tensor], *, traini
                 memo.setdefault(id(t), t.detach())
     twin = copy.deepcopy(module, memo)
     twin.train(training)
-    _loop_over_experts(twin)
+    _configure(twin)
     return twin
 
 
@@ -60,10 +60,13 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def _loop_over_experts(module: nn.Module) -> None:
+def _configure(module: nn.Module) -> None:
     """Hugging Face has several spellings of an expert layer; whatever the user chose, the plain loop says the same and
-    is the one that moec reads.  The config is the copy's own (deep copies take it along)."""
+    is the one that moec reads.  A key/value cache is made only when a call asks for it (``use_cache=True``), since a
+    graph that is trained would return it for nothing.  The config is the copy's own (deep copies take it along)."""
     for m in module.modules():
         config = getattr(m, "config", None)
         if config is not None and hasattr(config, "_experts_implementation"):
             config._experts_implementation = "eager"
+        if config is not None and getattr(config, "use_cache", False) is True:
+            config.use_cache = False
