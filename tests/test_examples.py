@@ -123,7 +123,7 @@ def test_the_reference_alone(tmp_path):
 def test_the_demo_in_parallel(name, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     command += [str(EXAMPLES / "train.py"), "--model", name, "--dp", "2", "--tp", "2", "--ep", "4", "--steps", "11"]
-    command += ["--batch", "4", "--seq", "32", "--hidden", "32", "--layers", "2", "--out", str(tmp_path)]
+    command += ["--batch", "4", "--seq", "32", "--hidden", "32", "--layers", "2", "--lr", "1e-2", "--out", str(tmp_path)]
     done = subprocess.run(
         command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=600, stdout=subprocess.PIPE, text=True
     )
