@@ -82,6 +82,7 @@ class ParallelModule(nn.Module):
         self._build_tree(source, program)
         if groups is not None:
             keys = {shards.sharding(s.types, self._mesh) for s in self._slots.values()}
+            keys.add(self._mesh.key((*self._mesh.role("edp"), *self._mesh.role("ep"))))  # expert_load
             groups.ensure(keys - {""} | set(program.grad_reductions.values()) - {""})
         self._check_same_values(source)
         self._program = program
@@ -89,6 +90,8 @@ class ParallelModule(nn.Module):
         self._programs: dict[str, Program] = {first.key(program.training): self._accepted(program)}
         self.expert_counts: dict[str, Tensor] = {}
         """Path of a MoE block -> how many of this rank's tokens went to each expert, in the last forward."""
+        self.last_sizes: dict[str, tuple[int, ...]] = {}
+        """Shapes of this rank's inputs in the last forward, by path (what ``moec.explain`` states bytes for)."""
         self.register_state_dict_post_hook(_state_dict_hook)
         super().train(source.training)
 
@@ -115,10 +118,23 @@ class ParallelModule(nn.Module):
             program = self._compile(key, args, kwargs)
         tensors = self._preflight(key, program, call)
         self._program = program
+        self.last_sizes = {s.path: tuple(tensors[s.placeholder].shape) for s in program.inputs.values()}
         results = program.module(*self._operands(program, tensors))
         self.expert_counts = {path: results[i].detach() for path, i in program.expert_counts.items()}
         leaves = [o.constant if o.index is None else results[o.index] for o in program.outputs]
         return pytree.tree_unflatten(leaves, program.out_spec)
+
+    def expert_load(self) -> dict[str, Tensor]:
+        """Tokens per expert of each MoE block in the last forward, over the global batch.  Collective: one all-reduce."""
+        counts = list(self.expert_counts.values())
+        # Ranks of ep and edp dealt with distinct tokens, ranks of etp with the same ones.
+        key = self._mesh.key((*self._mesh.role("edp"), *self._mesh.role("ep")))
+        if not counts or not key:
+            return dict(self.expert_counts)
+        assert self._groups is not None
+        total = torch.cat(counts)
+        dist.all_reduce(total, group=self._groups.group(key))
+        return dict(zip(self.expert_counts, total.split([c.numel() for c in counts]), strict=True))
 
     # ------------------------------------------------------------------------------------------- building
     def _check_world(self) -> int:

@@ -50,6 +50,7 @@ def bind(program: Program, names: dict[str, str]) -> Program:
     bound = program.fork()
     for node in bound.graph.nodes:
         if node.op == "call_function" and collective(node.target):
+            node.meta["group_key"] = group_of(node)  # for people and for explain
             node.args = fx.node.map_aggregate(node.args, lambda a: names.get(a, a) if isinstance(a, str) else a)
     bound.module.recompile()
     return bound

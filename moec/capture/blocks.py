@@ -73,10 +73,16 @@ def find_blocks(model: nn.Module, twin: nn.Module, call: Callable[[], Any], *, t
             verdict = known[key]
             if isinstance(verdict, Raised):
                 guide = replace(verdict.guide, owner=owner)
-                found.raised[owner.path] = replace(verdict, guide=guide)
-                return guide.forward(module, forward, args, kwargs)
+                try:
+                    out = guide.forward(module, forward, args, kwargs)
+                except Refused as e:
+                    verdict = str(e)
+                else:
+                    found.raised[owner.path] = replace(known[key], guide=guide)
+                    return out
             if isinstance(verdict, str):
                 found.refused[owner.path] = verdict
+                found.raised.pop(owner.path, None)
             return forward(*args, **kwargs)
 
         return wrapper
@@ -84,8 +90,6 @@ def find_blocks(model: nn.Module, twin: nn.Module, call: Callable[[], Any], *, t
     with forwards_replaced(twin, {path: wrap(o) for path, o in owners.items()}):
         try:
             call()
-        except Refused as e:
-            found.refused.setdefault("", str(e))
         except (RuntimeError, ValueError, TypeError, NotImplementedError):
             # Something before or after the blocks does not run on fake tensors; export says what, better than we could.
             if not found.refused and not found.raised:

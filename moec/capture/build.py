@@ -97,7 +97,7 @@ def build(
             path = by_placeholder.get(name or "")
             if path is None:
                 raise MoecError(f"export renamed an input to {node.name!r}", where="capture")
-            env[node] = _placeholder(graph, name, node.meta["val"])
+            env[node] = _placeholder(graph, path if path.isidentifier() else f"input_{name}", node.meta["val"])
             inputs[env[node].name] = _input(env[node], path, given, overrides)
     # 3
     for node in exported.graph.find_nodes(op="placeholder"):

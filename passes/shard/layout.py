@@ -19,6 +19,7 @@ Every static size that a good tag passed (heads, kv heads, widths) must be divis
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
@@ -72,7 +73,7 @@ def infer(program: Program, plan: Plan) -> Layout:
         for ph, spec in program.params.items():
             if spec.name in block.stacked:
                 out.dims[ph]["ep"] = S(0)
-    if isinstance(plan.layout, dict):
+    if isinstance(plan.layout, Mapping):
         _override(program, plan.layout, out)
     return out
 
@@ -266,7 +267,7 @@ def _place(out: Layout, placeholder: str, role: str, t: Type, why: str) -> None:
 # -- step 4
 
 
-def _override(program: Program, layout: dict[str, str], out: Layout) -> None:
+def _override(program: Program, layout: Mapping[str, str], out: Layout) -> None:
     """Later patterns win.  A style speaks of the weight as the GEMM sees it: column = its output, row = its input."""
     gemms = {w.placeholder: (n, w) for n in program.graph.nodes if n.op == "call_function" and op_name(n) in GEMMS
              if (w := weight_of(n, program))}
