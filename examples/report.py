@@ -55,9 +55,7 @@ def collective_table(rows: list[dict[str, Any]]) -> str:
     lines = [f"{'phase':<10}{'collective':<16}{'group':<22}{'ranks':>5}{'per step':>10}{'bytes on a rank':>18}"]
     for r in rows:
         size = f"{'~' if r['estimated'] else ''}{r['bytes']:,}"
-        lines.append(
-            f"{r['phase']:<10}{r['collective']:<16}{r['group']:<22}{r['ranks']:>5}{r['count']:>10}{size:>18}"
-        )
+        lines.append(f"{r['phase']:<10}{r['collective']:<16}{r['group']:<22}{r['ranks']:>5}{r['count']:>10}{size:>18}")
     lines.append(f"{'a step':<53}{sum(r['count'] for r in rows):>10}{sum(r['bytes'] for r in rows):>18,}")
     if any(r["estimated"] for r in rows):
         lines.append("~ depends on the routing: stated for tokens spread evenly over the experts")

@@ -1,8 +1,8 @@
 """moec: a compiler-centric toolkit for Mixture-of-Experts models in PyTorch.
 
-    plan = moec.Plan(tp=2, ep=4)                  # dp fills the rest of the world
-    model = moec.parallelize(model, plan)         # an ordinary nn.Module from here on
-    model(input_ids=ids, labels=labels).loss.backward()
+plan = moec.Plan(tp=2, ep=4)                  # dp fills the rest of the world
+model = moec.parallelize(model, plan)         # an ordinary nn.Module from here on
+model(input_ids=ids, labels=labels).loss.backward()
 """
 
 from moec.check import CheckReport, check

@@ -68,18 +68,34 @@ class CheckReport:
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        return {"ok": self.ok, "plan": self.plan.to_dict(), "world_size": self.world_size, "tolerance": self.tolerance,
-                "first_failure": self.first_failure, "passes": [asdict(p) for p in self.passes]}
+        return {
+            "ok": self.ok,
+            "plan": self.plan.to_dict(),
+            "world_size": self.world_size,
+            "tolerance": self.tolerance,
+            "first_failure": self.first_failure,
+            "passes": [asdict(p) for p in self.passes],
+        }
 
     def __str__(self) -> str:
-        lines = [f"plan {self.plan.to_dict()} on {self.world_size} simulated ranks, float64", "",
-                 f"{'after pass':<12} {'outputs':>10} {'gradients':>10} {'ranks':>10}  worst"]
+        lines = [
+            f"plan {self.plan.to_dict()} on {self.world_size} simulated ranks, float64",
+            "",
+            f"{'after pass':<12} {'outputs':>10} {'gradients':>10} {'ranks':>10}  worst",
+        ]
         for p in self.passes:
-            lines.append(f"{p.name:<12} {max(p.outputs.values(), default=0):>10.1e} {max(p.grads.values(), default=0):>10.1e} "
-                         f"{p.disagreement:>10.1e}  {p.worst()[0]}")
+            lines.append(
+                f"{p.name:<12} {max(p.outputs.values(), default=0):>10.1e} {max(p.grads.values(), default=0):>10.1e} "
+                f"{p.disagreement:>10.1e}  {p.worst()[0]}"
+            )
         fail = self.first_failure
-        lines += ["", f"ok: all within {self.tolerance:.0e}" if fail is None
-                  else f"FAILED after {fail[0]}: {fail[1]} differs by {fail[2]:.3g} (relative), tolerance {self.tolerance:.0e}"]
+        lines += [
+            "",
+            f"ok: all within {self.tolerance:.0e}"
+            if fail is None
+            else f"FAILED after {fail[0]}: {fail[1]} differs by {fail[2]:.3g} (relative), "
+            f"tolerance {self.tolerance:.0e}",
+        ]
         return "\n".join(lines)
 
 
@@ -119,11 +135,17 @@ class _Oracle:
 
         def fill(t: Tensor, _: bool) -> Tensor:
             if t.is_meta:
-                t = torch.randn(t.shape, generator=generator) * 0.1 if t.is_floating_point() else torch.zeros(t.shape, dtype=t.dtype)
+                t = (
+                    torch.randn(t.shape, generator=generator) * 0.1
+                    if t.is_floating_point()
+                    else torch.zeros(t.shape, dtype=t.dtype)
+                )
             return up(t.detach().clone())
 
         self.module = replica(model, fill, training=model.training)
-        self.tensors = dict(self.module.named_parameters(remove_duplicate=False)) | dict(self.module.named_buffers(remove_duplicate=False))
+        self.tensors = dict(self.module.named_parameters(remove_duplicate=False)) | dict(
+            self.module.named_buffers(remove_duplicate=False)
+        )
         self.args, self.kwargs = pytree.tree_map_only(Tensor, up, (args, kwargs))
         with Promoted():
             out = self.module(*self.args, **self.kwargs)
@@ -131,8 +153,12 @@ class _Oracle:
                 out = {"loss": loss_fn(out, *self.args, **self.kwargs), "output": out}
             self.leaves = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
             roots = [x for x in self.leaves if x.requires_grad]
-            self.cotangents = {id(x): torch.ones_like(x) if x.ndim == 0 else torch.randn(x.shape, generator=generator, dtype=x.dtype) / x.numel()
-                               for x in roots}
+            self.cotangents = {
+                id(x): torch.ones_like(x)
+                if x.ndim == 0
+                else torch.randn(x.shape, generator=generator, dtype=x.dtype) / x.numel()
+                for x in roots
+            }
             if roots:
                 torch.autograd.backward(roots, [self.cotangents[id(x)] for x in roots])
 
@@ -146,7 +172,9 @@ class _Oracle:
         cot = {path: self.cotangents[id(x)] for path, x in want.items() if id(x) in self.cotangents}
         got = simulate.run(promoted, params, inputs, cot)
         outputs = {path: _relative(got.outputs[path], want[path].detach()) for path in got.outputs}
-        truth = {ph: self._full_grad(spec) for ph, spec in program.params.items() if spec.requires_grad and not spec.buffer}
+        truth = {
+            ph: self._full_grad(spec) for ph, spec in program.params.items() if spec.requires_grad and not spec.buffer
+        }
         scale = max((float(g.norm()) for g in truth.values() if g is not None), default=0.0) * VANISHING
         grads = {}
         for ph, g in truth.items():
@@ -166,7 +194,9 @@ class _Oracle:
         parts = [self.tensors[m].grad for m in spec.members]
         if all(p is None for p in parts):
             return None
-        return torch.stack([torch.zeros_like(self.tensors[m]) if p is None else p for m, p in zip(spec.members, parts, strict=True)])
+        return torch.stack(
+            [torch.zeros_like(self.tensors[m]) if p is None else p for m, p in zip(spec.members, parts, strict=True)]
+        )
 
 
 def _relative(got: Tensor, want: Tensor, floor: float = 0.0) -> float:

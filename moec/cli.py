@@ -4,8 +4,8 @@
     moec check --hf mixtral --layers 2 --world 4 --tp 2 --ep 4
     moec explain --hf qwen3_moe --world 8 --ep 8 --json
 
-``make_model()`` returns the model, or ``(model, example_inputs, example_kwargs)``.  Exit status: 0 when the proof holds,
-1 when it fails, 2 when the model or plan is refused.
+``make_model()`` returns the model, or ``(model, example_inputs, example_kwargs)``.  Exit status: 0 when the proof
+holds, 1 when it fails, 2 when the model or plan is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import moec
-from moec.runtime.errors import MoecError
+from moec import MoecError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,7 +33,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="moec", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="moec", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(required=True)
     for name, run, text in (
         ("check", _check, "prove that the parallel program equals the model, after every pass, on simulated ranks"),
@@ -84,7 +86,9 @@ def _model(args: argparse.Namespace) -> tuple[torch.nn.Module, tuple[Any, ...], 
         return build(args.hf, args.layers, **{k: int(v) for k, _, v in (s.partition("=") for s in args.set)}), (), {}
     path, _, function = args.model.partition(":")
     if not Path(path).is_file() or not function:
-        raise MoecError(f"{args.model!r} is not FILE.py:function", where="command line", way_out="for example model.py:make_model")
+        raise MoecError(
+            f"{args.model!r} is not FILE.py:function", where="command line", way_out="for example model.py:make_model"
+        )
     sys.path.insert(0, str(Path(path).resolve().parent))
     made = runpy.run_path(path)
     if function not in made:

@@ -1,6 +1,6 @@
 """parallelize: the pipeline on one screen.
 
-    capture → normalize → raise_moe → shard → lower → bind to process groups → ParallelModule
+capture → normalize → raise_moe → shard → lower → bind to process groups → ParallelModule
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from moec.bounds import with_bounds
 from moec.capture import capture
 from moec.capture.examples import dummy_examples
 from moec.capture.skeleton import replica
@@ -45,7 +46,7 @@ def compile_program(
     """Capture ``model`` and run every pass for a world of ``world_size`` ranks.  No process group is needed."""
     plan.validate(world_size)
     plan = plan.resolve(world_size)
-    program = capture(model, args, dict(kwargs), training=training, inputs=plan.inputs, loss_fn=loss_fn)
+    program = with_bounds(capture(model, args, dict(kwargs), training=training, inputs=plan.inputs, loss_fn=loss_fn))
     program.mesh = plan.mesh(world_size)
     return manager.run(program, plan, PIPELINE, dump=dump or os.environ.get("MOEC_DUMP"), observe=observe)
 
@@ -80,7 +81,9 @@ def parallelize(
     if not args and not kwargs:
         args, kwargs = dummy_examples(model, training=model.training)
     # Other kinds of calls are compiled later: keep the model's structure, not its storage.
-    bare = replica(model, lambda t, is_param: t.detach().to("meta") if is_param else t.detach(), training=model.training)
+    bare = replica(
+        model, lambda t, is_param: t.detach().to("meta") if is_param else t.detach(), training=model.training
+    )
 
     def compile_fn(training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         program = compile_program(bare, plan, world, args, kwargs, training=training, loss_fn=loss_fn, dump=dump)

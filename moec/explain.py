@@ -1,4 +1,4 @@
-"""explain: every collective of a training step with its origin, group and bytes; where parameters lie and why; what was declined.
+"""explain: every collective of a training step (origin, group, bytes), where parameters lie and why, what was declined.
 
 Read off the compiled graph: nothing runs, no ranks are needed.  A forward collective whose input needs a gradient has
 its dual in the backward; reductions that ``lower`` peeled off parameters form the epilogue, one bucket for each group
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -83,16 +83,32 @@ class Explanation:
         return json.dumps(self.to_dict())
 
     def __str__(self) -> str:
-        lines = ["collectives of one step, bytes on one rank, for inputs "
-                 + ", ".join(f"{k}{list(v)}" for k, v in self.sizes.items())]
-        rows = [(c.phase, c.primitive, c.kind, c.group, str(c.ranks), _human(c.bytes) + ("~" if c.estimated else ""), c.where or c.node)
-                for c in self.collectives]
+        lines = [
+            "collectives of one step, bytes on one rank, for inputs "
+            + ", ".join(f"{k}{list(v)}" for k, v in self.sizes.items())
+        ]
+        rows = [
+            (
+                c.phase,
+                c.primitive,
+                c.kind,
+                c.group,
+                str(c.ranks),
+                _human(c.bytes) + ("~" if c.estimated else ""),
+                c.where or c.node,
+            )
+            for c in self.collectives
+        ]
         lines += _table(("phase", "collective", "types", "group", "ranks", "bytes", "where"), rows)
         lines += ["", "totals"] + [f"  {k:<28} {n:>4}  {_human(b)}" for k, (n, b) in self.totals().items()]
         lines += ["", "parameters"]
-        lines += _table(("name", "placement", "shape", "local", "bytes", "why"),
-                        [(p.name, p.types or "whole", str(list(p.shape)), str(list(p.local_shape)), _human(p.bytes), p.reason)
-                         for p in self.parameters])
+        lines += _table(
+            ("name", "placement", "shape", "local", "bytes", "why"),
+            [
+                (p.name, p.types or "whole", str(list(p.shape)), str(list(p.local_shape)), _human(p.bytes), p.reason)
+                for p in self.parameters
+            ],
+        )
         lines += ["", "declined rewrites"] + [f"  {d}" for d in self.declined or ("none",)]
         return "\n".join(lines)
 
@@ -107,11 +123,21 @@ def explain(target: Program | ParallelModule, sizes: Mapping[str, tuple[int, ...
         raise MoecError("only a sharded program communicates", where="explain", way_out="compile it first")
     sizes = sizes or getattr(target, "last_sizes", None) or {}
     values = _symbols(program, sizes)
-    shown = {s.path: tuple(_number(d, values) for d in node.meta["val"].shape)
-             for node in program.placeholders() if (s := program.inputs.get(node.name))}
-    uses = [u for node in program.graph.nodes if node.op == "call_function" for u in _uses(program, node, values, "forward")]
+    shown = {
+        s.path: tuple(_number(d, values) for d in node.meta["val"].shape)
+        for node in program.placeholders()
+        if (s := program.inputs.get(node.name))
+    }
+    uses = [
+        u for node in program.graph.nodes if node.op == "call_function" for u in _uses(program, node, values, "forward")
+    ]
     if program.training:
-        back = [u for node in reversed(program.graph.nodes) if node.op == "call_function" for u in _uses(program, node, values, "backward")]
+        back = [
+            u
+            for node in reversed(program.graph.nodes)
+            if node.op == "call_function"
+            for u in _uses(program, node, values, "backward")
+        ]
         uses += back + _epilogue(program)
     places = tuple(_placement(program, s) for s in program.params.values())
     return Explanation(shown, tuple(uses), places, tuple(program.why_not))
@@ -130,8 +156,19 @@ def _uses(program: Program, node, values, phase: str) -> list[CollectiveUse]:
         return []
     rows = any(t.kind == "V" for t in source.meta["types"].values())
     sizes = [_bytes(program, n, values, node) for n in (source, node)]
-    return [CollectiveUse(entry.kind, entry.primitive, phase, group_of_key(program, node), node.args[-2], entry.tensor_bytes(*sizes),
-                          node.meta.get("where", ""), node.name, rows and entry.primitive == "exchange")]
+    return [
+        CollectiveUse(
+            entry.kind,
+            entry.primitive,
+            phase,
+            group_of_key(program, node),
+            node.args[-2],
+            entry.tensor_bytes(*sizes),
+            node.meta.get("where", ""),
+            node.name,
+            rows and entry.primitive == "exchange",
+        )
+    ]
 
 
 def group_of_key(program: Program, node) -> str:
@@ -144,20 +181,40 @@ def _epilogue(program: Program) -> list[CollectiveUse]:
     for name, key in program.grad_reductions.items():
         spec = program.params[name]
         buckets[key, spec.dtype] += prod(_local_shape(program, spec)) * spec.dtype.itemsize
-    return [CollectiveUse("p_to_i", "all_reduce", "epilogue", key, program.mesh.size(key), n, f"parameter gradients ({dtype})", "epilogue")
-            for (key, dtype), n in buckets.items()]
+    return [
+        CollectiveUse(
+            "p_to_i",
+            "all_reduce",
+            "epilogue",
+            key,
+            program.mesh.size(key),
+            n,
+            f"parameter gradients ({dtype})",
+            "epilogue",
+        )
+        for (key, dtype), n in buckets.items()
+    ]
 
 
 def _local_shape(program: Program, spec: ParamSpec) -> tuple[int, ...]:
     mesh = program.mesh
-    return tuple(s // mesh.size([a for a, t in spec.types.items() if t.kind == "S" and t.dim == d]) for d, s in enumerate(spec.shape))
+    return tuple(
+        s // mesh.size([a for a, t in spec.types.items() if t.kind == "S" and t.dim == d])
+        for d, s in enumerate(spec.shape)
+    )
 
 
 def _placement(program: Program, spec: ParamSpec) -> Placement:
     local = _local_shape(program, spec)
     types = {a: t for a, t in spec.types.items() if t.kind == "S"}
-    return Placement(spec.name, show(types), spec.shape, local, prod(local) * spec.dtype.itemsize,
-                     program.layout_reasons.get(spec.name, "whole: no rule asks for more"))
+    return Placement(
+        spec.name,
+        show(types),
+        spec.shape,
+        local,
+        prod(local) * spec.dtype.itemsize,
+        program.layout_reasons.get(spec.name, "whole: no rule asks for more"),
+    )
 
 
 def _symbols(program: Program, sizes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
@@ -185,12 +242,15 @@ def _bytes(program: Program, node, values, use) -> int:
     val = node.meta.get("local")
     if val is None:
         val = node.meta["val"]
-    shape = [None if any(str(s) not in values for s in expr(d).free_symbols) else _number(d, values) for d in val.shape]
-    if None in shape:  # rows that the exchange dealt out: under uniform routing as many as it was given
-        mesh = program.mesh
-        dp, dealt = mesh.size(mesh.role("dp")), mesh.size([a for a, t in use.meta["types"].items() if t.kind == "V"])
-        everywhere = {s: n * dp if s in program.batch_symbols else n for s, n in values.items()}
-        shape = [-(-_number(node.meta["val"].shape[i], everywhere) // dealt) if d is None else d for i, d in enumerate(shape)]
+    mesh = program.mesh
+    dp, dealt = mesh.size(mesh.role("dp")), mesh.size([a for a, t in use.meta["types"].items() if t.kind == "V"])
+    everywhere = {s: n * dp if s in program.batch_symbols else n for s, n in values.items()}
+    shape = []
+    for local, recorded in zip(val.shape, node.meta["val"].shape, strict=True):
+        if all(str(s) in values for s in expr(local).free_symbols):
+            shape.append(_number(local, values))
+        else:  # rows that the exchange deals out: under uniform routing as many as every other rank's
+            shape.append(-(-_number(recorded, everywhere) // dealt))
     return prod(shape) * val.dtype.itemsize
 
 
@@ -198,6 +258,6 @@ def _human(n: int) -> str:
     return f"{n} B" if n < 10_000 else f"{n / 1e3:.1f} kB" if n < 10_000_000 else f"{n / 1e6:.1f} MB"
 
 
-def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(len(r[i]) for r in [header, *rows]) for i in range(len(header))]
     return ["  " + "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in [header, *rows]]

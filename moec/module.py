@@ -125,7 +125,7 @@ class ParallelModule(nn.Module):
         return pytree.tree_unflatten(leaves, program.out_spec)
 
     def expert_load(self) -> dict[str, Tensor]:
-        """Tokens per expert of each MoE block in the last forward, over the global batch.  Collective: one all-reduce."""
+        """Tokens per expert of each MoE block in the last forward, over the global batch.  Collective."""
         counts = list(self.expert_counts.values())
         # Ranks of ep and edp dealt with distinct tokens, ranks of etp with the same ones.
         key = self._mesh.key((*self._mesh.role("edp"), *self._mesh.role("ep")))

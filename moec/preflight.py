@@ -1,6 +1,7 @@
 """Preflight: no rank enters the graph's collectives unless every rank's call fits.
 
-1. Each rank examines its own call (``local_problems``): inputs there, their dims, sizes, dtypes and devices, aliasing.
+1. Each rank examines its own call (``local_problems``): inputs there, their dims, sizes, dtypes and devices, aliasing,
+   and integer values that a lookup in the graph could not take.
 2. One all-gather of a few integers over the world tells every rank whether all are well, and whether the calls agree:
    the same program on all ranks, the same batch size on all ranks (the global batch is cut evenly), and within a tp
    group the same shapes and the same integer values (token ids, labels).  Sequence lengths may differ between dp ranks.
@@ -67,6 +68,8 @@ def local_problems(
                 problems.append(f"input {path!r} has size {x.shape[dim]} in dim {dim}, it must be {size}")
         if spec.batch_dim is not None and x.shape[spec.batch_dim] == 0:
             problems.append(f"input {path!r} has an empty batch: shape {tuple(x.shape)}")
+        if x.dtype == spec.dtype:
+            problems += [f"input {path!r} {wrong}" for b in spec.bounds if (wrong := b.problem(x))]
         if world > 1 and x.requires_grad:
             problems.append(
                 f"input {path!r} requires a gradient, which is a pending sum over ranks here: pass x.detach(), "

@@ -18,7 +18,7 @@ import copy
 import difflib
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from moec.placement import Types, show
 from moec.runtime.mesh import Mesh
+from moec.runtime.torch_compat import OpOverload
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class InputSpec:
     dtype: torch.dtype
     static: tuple[int | None, ...] = ()
     """Per dim the size that capture baked in, or None where any size will do."""
+    bounds: tuple[Bound, ...] = ()
+    """What the graph asks of an integer input's values (``moec.bounds``)."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +110,8 @@ class Program:
     grad_reductions: dict[str, str] = field(default_factory=dict)
     """After ``lower``: parameter placeholder -> group key over which its gradient is summed when backward ends."""
     expert_counts: dict[str, int] = field(default_factory=dict)
-    """After ``shard``: path of a MoE block -> position among the graph's results (past the outputs) of the int64 count of
-    this rank's tokens per expert."""
+    """After ``shard``: path of a MoE block -> position among the graph's results (past the outputs) of the int64 count
+    of this rank's tokens per expert."""
     why_not: list[str] = field(default_factory=list)
     """Rewrites that were looked at and declined, each with its reason."""
     layout_reasons: dict[str, str] = field(default_factory=dict)
@@ -155,14 +158,16 @@ class Program:
     def diff(self, other: Program) -> str:
         """Unified diff of the rendered graphs, ``self`` being the older one."""
         return "".join(
-            difflib.unified_diff(self.render().splitlines(True), other.render().splitlines(True), "before", "after", n=1)
+            difflib.unified_diff(
+                self.render().splitlines(True), other.render().splitlines(True), "before", "after", n=1
+            )
         )
 
 
 def op_name(node: fx.Node) -> str:
     """``aten.linear``, ``moec.permute``, ``getitem``: short and stable."""
     t = node.target
-    if isinstance(t, torch._ops.OpOverload):
+    if isinstance(t, OpOverload):
         return f"{t.namespace}.{t._schema.name.split('::')[1]}"
     return getattr(t, "__name__", str(t))
 

@@ -1,4 +1,4 @@
-"""float64 promotion: the same computation with every float32 in it made float64, so that proofs have no rounding to hide in.
+"""float64 promotion: the same computation with every float32 made float64, so that proofs have no rounding to hide in.
 
 Hugging Face models cast to float32 inside (norms, rotary tables, routers), so ``model.double()`` alone agrees with
 itself only to about 1e-7.  ``promote_program`` rewrites the dtype arguments of a captured graph; ``Promoted`` does the
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moec.program import Program
+from moec.runtime.torch_compat import DispatchMode
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -57,7 +57,7 @@ def promote_module(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model).to(torch.float64)
 
 
-class Promoted(TorchDispatchMode):
+class Promoted(DispatchMode):
     """Runs eager PyTorch with float64 wherever a lower float dtype is asked for or would be created."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -75,8 +75,8 @@ def _up_dtype(x: Any) -> Any:
 
 aten = torch.ops.aten
 _FLOAT_CREATION = {
-    aten.arange.default, aten.arange.start, aten.arange.start_step, aten.zeros.default, aten.ones.default, aten.full.default,
-    aten.empty.memory_format, aten.scalar_tensor.default, aten.linspace.default,
+    aten.arange.default, aten.arange.start, aten.arange.start_step, aten.zeros.default, aten.ones.default,
+    aten.full.default, aten.empty.memory_format, aten.scalar_tensor.default, aten.linspace.default,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Running a Program on a simulated world in one process: parameters are cut, ranks run in lockstep, gradients reassembled.
+"""Running a Program on a simulated world in one process: parameters cut, ranks in lockstep, gradients reassembled.
 
 What a real world does with processes (each rank its part of the parameters and of the batch, the gradient epilogue at
 the end of the backward) this does with the same graph and :class:`moec.runtime.world.LockstepWorld`.  Used by ``moec
@@ -32,8 +32,13 @@ class Result:
     expert_counts: dict[str, Tensor]
 
 
-def run(program: Program, params: Mapping[str, Tensor], inputs: Mapping[str, Tensor], cotangents: Mapping[str, Tensor],
-        world: LockstepWorld | None = None) -> Result:
+def run(
+    program: Program,
+    params: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    cotangents: Mapping[str, Tensor],
+    world: LockstepWorld | None = None,
+) -> Result:
     """One forward and backward.
 
     Args:
@@ -66,14 +71,14 @@ def run(program: Program, params: Mapping[str, Tensor], inputs: Mapping[str, Ten
     if roots:
         torch.autograd.backward(roots, grads_in)
     grads: dict[str, Tensor | None] = {}
-    for name, spec in program.params.items():
+    for name, param in program.params.items():
         parts = [locals_[r][name].grad for r in ranks]
         if any(p is None for p in parts):
             grads[name] = None
             continue
         if key := program.grad_reductions.get(name):
             parts = _reduce(parts, key, mesh)
-        grads[name], diff = _assemble(parts, spec.types, mesh)
+        grads[name], diff = _assemble(parts, param.types, mesh)
         disagreement = max(disagreement, diff)
     counts = {path: _total(program, [results[r][i] for r in ranks]) for path, i in program.expert_counts.items()}
     return Result(outputs, grads, disagreement, world.log, counts)

@@ -57,6 +57,9 @@ def bind(program: Program, names: dict[str, str]) -> Program:
 
 
 CONTRACT = PassContract(
-    name="lower", requires=frozenset({"sharded"}), provides=frozenset({"lowered"}), conflicts_with=frozenset({"lowered"})
+    name="lower",
+    requires=frozenset({"sharded"}),
+    provides=frozenset({"lowered"}),
+    conflicts_with=frozenset({"lowered"}),
 )
 lower = Pass(CONTRACT, _run)

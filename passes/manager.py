@@ -35,7 +35,12 @@ def validate_schedule(facts: set[str], passes: Sequence[Pass]) -> None:
 
 
 def run(
-    program: Program, plan: Plan, passes: Sequence[Pass], *, dump: str | Path | None = None, observe: Observer | None = None
+    program: Program,
+    plan: Plan,
+    passes: Sequence[Pass],
+    *,
+    dump: str | Path | None = None,
+    observe: Observer | None = None,
 ) -> Program:
     """Run ``passes`` over ``program``; ``observe(name, program)`` is called with the input and after every pass."""
     validate_schedule(program.facts, passes)
@@ -50,8 +55,11 @@ def run(
         try:
             verify(program)
         except MoecError as e:
-            raise MoecError(f"the graph after this pass does not hold: {e.message}", where=f"pass {p.name}, {e.where}",
-                            way_out=e.way_out) from e
+            raise MoecError(
+                f"the graph after this pass does not hold: {e.message}",
+                where=f"pass {p.name}, {e.where}",
+                way_out=e.way_out,
+            ) from e
         finally:
             trail.write(i, p.name, program, before)
         if observe:

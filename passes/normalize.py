@@ -7,13 +7,15 @@ Contract
     never      changes a placeholder, an output or a MoE op
 
 Rewrites
-    1. Drop what only guards or copies: metadata asserts, clones, aliases, no-op slices, casts to the same dtype, ``x + 0``.
-    2. ``view``, ``_unsafe_view``, ``squeeze``, ``flatten`` become ``reshape``: whether a view is possible depends on strides,
-       which sharding changes.  ``pad`` becomes ``constant_pad_nd``, ``chunk`` becomes ``split``, ``copy(new_empty, x)`` its source.
-    3. An index by ``arange`` over the first dim is a batch dim, not a lookup: ``x[arange(B)[:, None], j]`` with j free of b
-       becomes ``x[:, j]``, so that the batch can be sharded there.
-    4. A mean that runs over the batch becomes sum / count, the mean cross entropy too: local sums and local counts add up
-       over ranks, whatever each rank's share (ignored labels, other lengths) is.
+    1. Drop what only guards or copies: metadata asserts, clones, aliases, no-op slices, casts to the same dtype,
+       ``x + 0``.
+    2. ``view``, ``_unsafe_view``, ``squeeze``, ``flatten`` become ``reshape``: whether a view is possible depends on
+       strides, which sharding changes.  ``pad`` becomes ``constant_pad_nd``, ``chunk`` becomes ``split``,
+       ``copy(new_empty, x)`` its source.
+    3. An index by ``arange`` over the first dim is a batch dim, not a lookup: ``x[arange(B)[:, None], j]`` with j free
+       of b becomes ``x[:, j]``, so that the batch can be sharded there.
+    4. A mean that runs over the batch becomes sum / count, the mean cross entropy too: local sums and local counts add
+       up over ranks, whatever each rank's share (ignored labels, other lengths) is.
 """
 
 from __future__ import annotations
@@ -90,7 +92,10 @@ def _slice(program: Program, node: fx.Node) -> None:
 
 
 def _cast(program: Program, node: fx.Node) -> None:
-    if node.meta["val"].dtype == node.args[0].meta["val"].dtype and node.meta["val"].device == node.args[0].meta["val"].device:
+    if (
+        node.meta["val"].dtype == node.args[0].meta["val"].dtype
+        and node.meta["val"].device == node.args[0].meta["val"].device
+    ):
         _replace(node, node.args[0])
 
 
@@ -109,9 +114,12 @@ def _reshape(program: Program, node: fx.Node) -> None:
         _replace(node, x)
         return
     if op_name(node) == "aten.flatten" or op_name(node).endswith("squeeze"):
-        # One -1 at most; the sizes that remain symbolic are sizes of x (flatten merges into one dim, squeeze into none).
+        # One -1 at most; sizes that remain symbolic are sizes of x (flatten merges into one dim, squeeze into none).
         symbolic = [s for s in shape if not isinstance(s, int)]
-        merged = next((s for s in symbolic if all(expr(s) != expr(d) for d in x.meta["val"].shape)), symbolic[0] if symbolic else None)
+        merged = next(
+            (s for s in symbolic if all(expr(s) != expr(d) for d in x.meta["val"].shape)),
+            symbolic[0] if symbolic else None,
+        )
         shape = [s if isinstance(s, int) else -1 if s is merged else _size_of(node, x, s) for s in shape]
     else:
         shape = list(node.args[1])
@@ -158,7 +166,10 @@ def _index(program: Program, node: fx.Node) -> None:
     if len(first) != width or any(s != 1 for s in first[1:]) or width < 2:
         return
     rest = indices[1:]
-    if any(i.meta["val"].ndim == width and not (isinstance(i.meta["val"].shape[0], int) and i.meta["val"].shape[0] == 1) for i in rest):
+    if any(
+        i.meta["val"].ndim == width and not (isinstance(i.meta["val"].shape[0], int) and i.meta["val"].shape[0] == 1)
+        for i in rest
+    ):
         return
     # x[:, j] has shape [B, *j.shape]; j has a leading 1 where the batch was, if it is as wide as the index was.
     trimmed = []
@@ -174,7 +185,12 @@ def _is_iota(node: fx.Node, length) -> bool:
     """arange(length), seen through unsqueeze and no-op slices."""
     while node.op == "call_function" and op_name(node) in ("aten.unsqueeze", "aten.reshape"):
         node = node.args[0]
-    if node.op != "call_function" or op_name(node) != "aten.arange" or node.kwargs.get("step", 1) != 1 or len(node.args) > 1:
+    if (
+        node.op != "call_function"
+        or op_name(node) != "aten.arange"
+        or node.kwargs.get("step", 1) != 1
+        or len(node.args) > 1
+    ):
         return False
     return bool(expr(node.meta["val"].shape[0]) == expr(length))
 
@@ -205,11 +221,15 @@ def _cross_entropy(program: Program, node: fx.Node) -> None:
     defaults = (None, None, None, 1, -100, 0.0)
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     x, target, weight, reduction, ignore, smoothing = (given.get(n, d) for n, d in zip(names, defaults, strict=True))
+    assert x is not None and target is not None
     if reduction != 1 or target.meta["val"].dtype.is_floating_point:
         return
     if weight is not None:
-        raise MoecError("cross_entropy with class weights and reduction='mean' is not supported", where=node.meta.get("where", ""),
-                        way_out="reduction='sum' divided by your own normaliser")
+        raise MoecError(
+            "cross_entropy with class weights and reduction='mean' is not supported",
+            where=node.meta.get("where", ""),
+            way_out="reduction='sum' divided by your own normaliser",
+        )
     total = _new(node, aten.cross_entropy_loss.default, (x, target, None, 2, ignore, smoothing), node.meta["val"])
     valid = _new(node, aten.ne.Scalar, (target, ignore), _fake(lambda t: t.ne(ignore), target))
     count = _new(node, aten.sum.default, (valid,), _fake(torch.sum, valid))
@@ -220,13 +240,17 @@ _REWRITES: dict[str, Callable[[Program, fx.Node], None]] = {
     "aten._assert_tensor_metadata": _drop, "aten._assert_scalar": _drop, "aten.sym_constrain_range_for_size": _drop,
     "aten.clone": _forward, "aten.alias": _forward, "aten.lift_fresh_copy": _forward, "aten.contiguous": _forward,
     "aten.slice": _slice, "aten._to_copy": _cast, "aten.add": _add,
-    "aten.view": _reshape, "aten._unsafe_view": _reshape, "aten.reshape": _reshape, "aten.squeeze": _reshape, "aten.flatten": _reshape,
+    "aten.view": _reshape, "aten._unsafe_view": _reshape, "aten.reshape": _reshape,
+    "aten.squeeze": _reshape, "aten.flatten": _reshape,
     "aten.pad": _pad, "aten.chunk": _chunk, "aten.copy": _copy,
     "aten.index": _index,
     "aten.mean": _mean, "aten.cross_entropy_loss": _cross_entropy,
 }  # fmt: skip
 
 CONTRACT = PassContract(
-    name="normalize", requires=frozenset({"captured"}), provides=frozenset({"normalized"}), conflicts_with=frozenset({"sharded"})
+    name="normalize",
+    requires=frozenset({"captured"}),
+    provides=frozenset({"normalized"}),
+    conflicts_with=frozenset({"sharded"}),
 )
 normalize = Pass(CONTRACT, _run)

@@ -34,12 +34,16 @@ def _run(program: Program, plan: Plan) -> Program:
     closed = Counter(n.meta.get("where", "") for n in program.graph.nodes if op_name_of(n) == "moec.unpermute")
     known = {b.path for b in program.blocks}
     if regions != closed or not set(regions) <= known:
-        raise MoecError(f"expert regions {dict(regions)} do not match combines {dict(closed)} and blocks {sorted(known)}", where="raise_moe")
+        raise MoecError(
+            f"expert regions {dict(regions)} do not match combines {dict(closed)} and blocks {sorted(known)}",
+            where="raise_moe",
+        )
     for block in program.blocks:  # 2
         report = block.guide.report
         if not report.max_rel_error <= TOLERANCE:
             raise MoecError(
-                f"the raised block differs from the module in eager mode by {report.max_rel_error:.3g} (relative; {report.cases})",
+                f"the raised block differs from the module in eager mode by {report.max_rel_error:.3g} "
+                f"(relative; {report.cases})",
                 where=block.path,
                 way_out="write the block as a loop over experts, each applied to its tokens and weighted by the router",
             )
@@ -58,6 +62,9 @@ def op_name_of(node) -> str:
 
 
 CONTRACT = PassContract(
-    name="raise_moe", requires=frozenset({"normalized"}), provides=frozenset({"raised"}), conflicts_with=frozenset({"sharded"})
+    name="raise_moe",
+    requires=frozenset({"normalized"}),
+    provides=frozenset({"raised"}),
+    conflicts_with=frozenset({"sharded"}),
 )
 raise_moe = Pass(CONTRACT, _run)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .torch_compat import WAIT
+from .torch_compat import WAIT, OpOverload
 
 GRADIENT_TYPE = {"I": "I", "R": "P", "P": "R", "S": "S", "V": "V"}
 
@@ -41,7 +41,7 @@ class Collective:
         return PRIMITIVES[self.primitive] is not None
 
     @property
-    def op(self) -> torch._ops.OpOverload:
+    def op(self) -> OpOverload:
         return getattr(torch.ops.moec, self.kind).default
 
     def tensor_bytes(self, input_bytes: int, output_bytes: int) -> int:
@@ -96,7 +96,7 @@ CONVERSIONS = tuple(k for k, c in TABLE.items() if c.primitive not in ("exchange
 
 def collective(target: Any) -> Collective | None:
     """The table entry of an FX node's target, None if it is not a collective."""
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "moec":
+    if not isinstance(target, OpOverload) or target.namespace != "moec":
         return None
     return TABLE.get(target._schema.name.removeprefix("moec::"))
 

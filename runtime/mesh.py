@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 
 from .errors import MoecError
@@ -27,7 +27,7 @@ EXPERT_ROLES = ("edp", "ep", "etp")
 
 @dataclass(frozen=True)
 class Axis:
-    """One atomic axis: ``size`` ranks that play the role ``dense`` for dense values and ``expert`` for expert values."""
+    """One atomic axis: ``size`` ranks with the role ``dense`` for dense values and ``expert`` for expert values."""
 
     name: str
     size: int
@@ -53,7 +53,7 @@ class Mesh:
         # Strides (innermost first) at which each factorisation passes from one role to the next.
         cuts = sorted({1, tp, etp, etp * ep, world})
         axes = []
-        for inner, outer in zip(cuts, cuts[1:], strict=False):
+        for inner, outer in pairwise(cuts):
             if outer % inner:
                 raise MoecError(
                     f"the dense (dp={dp}, tp={tp}) and expert (ep={ep}, etp={etp}) factorisations do not nest: "

@@ -7,6 +7,7 @@ nowhere else.  When a new torch breaks moec, this is the file to look at.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 
 import sympy
 import torch
@@ -20,9 +21,15 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .errors import MoecError
+
+OpOverload = torch._ops.OpOverload
+"""What an FX node's target is when it is an operator."""
+
+DispatchMode = TorchDispatchMode
+"""Sees every operator call below autograd."""
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 """The wait node of a start op: returns its input once the collective that fills it has finished (differentiable)."""
@@ -71,9 +78,7 @@ class PackedDTensor(DTensor):
     chunks: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 
     @staticmethod
-    def wrap(
-        x: DTensor, chunks: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
-    ) -> PackedDTensor:
+    def wrap(x: DTensor, chunks: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]) -> PackedDTensor:
         out = PackedDTensor(x._local_tensor.detach(), x._spec, requires_grad=False)
         out.chunks = chunks
         return out
@@ -90,9 +95,7 @@ class PackedDTensor(DTensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(offsets=torch.Size(at), sizes=torch.Size(size)) for at, _, size in self.chunks
-        ]
+        return [ChunkStorageMetadata(offsets=torch.Size(at), sizes=torch.Size(size)) for at, _, size in self.chunks]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         for at, local, size in self.chunks:
@@ -132,3 +135,8 @@ def is_fake(x: object) -> bool:
 def is_no_grad_region(target: object) -> bool:
     """Is this the higher-order op that ``torch.export`` puts around ``with torch.no_grad()``?"""
     return target is torch.ops.higher_order.wrap_with_set_grad_enabled
+
+
+def fake_mode_of(values: Iterable[object]) -> FakeTensorMode | None:
+    """The mode of the first fake tensor among ``values``."""
+    return next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)

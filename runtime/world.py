@@ -25,6 +25,7 @@ from . import simulate
 from .collectives import TABLE, Collective, collective, is_wait
 from .errors import MoecError
 from .mesh import Mesh
+from .torch_compat import OpOverload
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def _call(module: fx.GraphModule, node: fx.Node, args: tuple, kwargs: dict) -> A
     return target(*args, **kwargs)
 
 
-def _bind(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> dict[str, Any]:
+def _bind(op: OpOverload, args: tuple, kwargs: dict) -> dict[str, Any]:
     """Arguments by the names of the op's schema."""
     names = [a.name for a in op._schema.arguments]
     return dict(zip(names, args, strict=False)) | kwargs

@@ -14,7 +14,13 @@ transformers = pytest.importorskip("transformers")
 
 def mixtral(**over):
     config = transformers.MixtralConfig(
-        **{"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+        **{
+            "vocab_size": 64,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        }
         | {"num_key_value_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 3, "max_position_embeddings": 64}
         | over
     )

@@ -58,7 +58,8 @@ def test_experts_become_one_parameter_with_a_star():
     specs = {s.name: s for s in program.params.values()}
     first = specs["layers.0.experts.*.0.weight"]
     assert first.shape == (6, 10, 12) and first.members == tuple(f"layers.0.experts.{e}.0.weight" for e in range(6))
-    assert program.blocks[0].stacked == tuple(f"layers.0.experts.*.{p}" for p in ("0.weight", "0.bias", "2.weight", "2.bias"))
+    roles = ("0.weight", "0.bias", "2.weight", "2.bias")
+    assert program.blocks[0].stacked == tuple(f"layers.0.experts.*.{p}" for p in roles)
     assert not any(".experts.0." in n for n in specs)
     assert program.op_counts()["moec.grouped_add"] == 2
     assert "aten.stack" not in program.op_counts()
@@ -169,7 +170,7 @@ class Counts(WhereIndexAdd):
 
 def test_a_buffer_that_forward_writes_is_refused():
     model = Model(Counts())
-    with pytest.raises(MoecError, match="is written to|writes to"):
+    with pytest.raises(MoecError, match=r"is written to|writes to"):
         capture(model, (), example(), training=True)
     assert not model.layers[0].seen.any()
 
@@ -178,7 +179,7 @@ class KeepsLoss(WhereIndexAdd):
     """Leaves a statistic of the routing in an attribute, for the model to pick up."""
 
     def forward(self, x):
-        w, ids = self.route(x)
+        _, ids = self.route(x)
         self.load = torch.nn.functional.one_hot(ids, 6).flatten(0, -2).to(x.dtype).mean(0).square().sum()
         return super().forward(x)
 

@@ -72,13 +72,13 @@ def find_blocks(model: nn.Module, twin: nn.Module, call: Callable[[], Any], *, t
                     known[key] = _prepare(owner, original, recipe, training)
             verdict = known[key]
             if isinstance(verdict, Raised):
-                guide = replace(verdict.guide, owner=owner)
+                raised, guide = verdict, replace(verdict.guide, owner=owner)
                 try:
                     out = guide.forward(module, forward, args, kwargs)
                 except Refused as e:
                     verdict = str(e)
                 else:
-                    found.raised[owner.path] = replace(known[key], guide=guide)
+                    found.raised[owner.path] = replace(raised, guide=guide)
                     return out
             if isinstance(verdict, str):
                 found.refused[owner.path] = verdict

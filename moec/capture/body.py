@@ -97,7 +97,9 @@ def _slices(key: Any) -> bool:
     return all(isinstance(k, slice) for k in (key if isinstance(key, tuple) else (key,)))
 
 
-def _use(name: str, step: Call, args: tuple, kwargs: dict[str, Any], is_param: Sequence[bool], counts: Tensor) -> Tensor:
+def _use(
+    name: str, step: Call, args: tuple, kwargs: dict[str, Any], is_param: Sequence[bool], counts: Tensor
+) -> Tensor:
     """A step that takes rows and stacked parameters."""
     ops = torch.ops.moec
     operands = list(walk((args, kwargs)))

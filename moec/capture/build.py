@@ -144,7 +144,7 @@ def build(
             for path, r in blocks.raised.items()
         ),
         constants=constants,
-        why_not=[f"{path or type(model).__name__}: MoE block not raised: {why}" for path, why in blocks.refused.items()],
+        why_not=[f"{path or type(model).__name__}: MoE block not raised: {y}" for path, y in blocks.refused.items()],
     )
 
 
@@ -285,7 +285,7 @@ def _carries_batch(t: Tensor, given: dict[str, Tensor]) -> bool:
 
 
 def _batch_symbols(inputs: dict[str, InputSpec], graph: fx.Graph) -> set[str]:
-    found = set()
+    found: set[str] = set()
     for node in graph.find_nodes(op="placeholder"):
         spec = inputs.get(node.name)
         if spec is not None and spec.batch_dim is not None:

@@ -104,7 +104,7 @@ def capture_key(training: bool, args: tuple, kwargs: dict[str, Any]) -> tuple:
     dtypes, and the same tensors broadcast over the batch."""
     call = flatten_call(args, kwargs)
     b = batch_size(call.tensors())
-    leaves = []
+    leaves: list[tuple] = []
     for x in call.leaves:
         if isinstance(x, Tensor):
             broadcast = x.dim() >= 2 and x.shape[0] == 1 and b is not None and b > 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -32,9 +32,9 @@ from .observe import randomness
 from .skeleton import device_of, skeleton
 
 RECOGNISED = (
-    "moec raises blocks that compute sum_k weight[t, k] * expert_ids[t, k](x[t]) with isomorphic experts (a ModuleList, or "
-    "stacked parameters [E, ...]) in a loop over the experts: torch.where and index_add_, boolean masks, or dense masks; "
-    "write the block so, or leave ep = etp = 1"
+    "moec raises blocks that compute sum_k weight[t, k] * expert_ids[t, k](x[t]) with isomorphic experts (a "
+    "ModuleList, or stacked parameters [E, ...]) in a loop over the experts: torch.where and index_add_, boolean "
+    "masks, or dense masks; write the block so"
 )
 
 
@@ -79,14 +79,14 @@ def capture(
     kwargs: dict[str, Any] | None = None,
     *,
     training: bool,
-    inputs: dict[str, int | None] | None = None,
+    inputs: Mapping[str, int | None] | None = None,
     loss_fn: Callable | None = None,
 ) -> Program:
     """Capture ``model`` called with ``args`` and ``kwargs`` (only the shapes of tensors matter), in train or eval mode.
 
-    Without arguments the model's own ``dummy_inputs`` are used.  ``inputs`` overrides which dim of an input is the batch
-    (path -> dim or None).  With ``loss_fn`` the graph also computes ``loss_fn(output, *args, **kwargs)``, called with
-    what the model was called with, and the program returns ``{"loss": …, "output": …}``.
+    Without arguments the model's own ``dummy_inputs`` are used.  ``inputs`` overrides which dim of an input is the
+    batch (path -> dim or None).  With ``loss_fn`` the graph also computes ``loss_fn(output, *args, **kwargs)``, called
+    with what the model was called with, and the program returns ``{"loss": …, "output": …}``.
     """
     kwargs = dict(kwargs or {})
     if not args and not kwargs:
@@ -121,7 +121,14 @@ def capture(
         _refuse_randomness(exported.graph)  # 6
     assert out_spec is not None
     return build(  # 7
-        exported, model, given, blocks, leaves=leaves, out_spec=out_spec, overrides=inputs or {}, training=training
+        exported,
+        model,
+        given,
+        blocks,
+        leaves=leaves,
+        out_spec=out_spec,
+        overrides=dict(inputs or {}),
+        training=training,
     )
 
 
@@ -209,7 +216,7 @@ _RANDOM = ("bernoulli", "rand", "normal", "uniform", "exponential", "multinomial
 
 def _refuse_randomness(graph: fx.Graph) -> None:
     for n in graph.nodes:
-        if n.op != "call_function" or not isinstance(n.target, torch._ops.OpOverload):
+        if n.op != "call_function" or not isinstance(n.target, torch_compat.OpOverload):
             continue
         name = n.target._schema.name.split("::")[1]
         where = where_of(n)
@@ -230,7 +237,8 @@ def _not_exported(model: nn.Module, blocks: Blocks, error: Exception) -> MoecErr
     if blocks.refused:
         path, why = next(iter(blocks.refused.items()))
         return MoecError(
-            f"this MoE block is not in a form that capture knows ({why}), and it does not export as it stands ({reason})",
+            f"this MoE block is not in a form that capture knows ({why}), "
+            f"and it does not export as it stands ({reason})",
             where=path or type(model).__name__,
             way_out=RECOGNISED,
         )

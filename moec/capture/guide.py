@@ -142,20 +142,22 @@ class _Replay(TorchFunctionMode):
 
     def _shape(self, v: int, out_TM: Tensor) -> tuple[Any, ...]:
         """The recorded shape in terms of sizes that are there now: leading dims of a value that has the same ones."""
-        lead = self.tape.values[v].shape[:-1]
+        lead = self.tape.held(v).shape[:-1]
         if len(lead) == 1:
             return (out_TM.shape[0], out_TM.shape[1])
         for u, t in self.live.items():
             seen = self.tape.values[u]
-            if isinstance(t, Tensor) and seen is not None and seen.dim() > len(lead) and seen.shape[: len(lead)] == lead:
+            if not isinstance(t, Tensor) or seen is None or seen.dim() <= len(lead):
+                continue
+            if seen.shape[: len(lead)] == lead:
                 return (*t.shape[: len(lead)], out_TM.shape[1])
         raise Refused(f"the combined output has leading sizes {tuple(lead)}, which no other value of the block has")
 
     def _dtype(self, v: int) -> torch.dtype:
         """The recorded dtype in terms of what is there now: that of tokens, weights or parameters."""
-        recorded = self.tape.values[v].dtype
+        recorded = self.tape.held(v).dtype
         for u in (self.found.x, self.found.weights):
-            if self.tape.values[u].dtype == recorded:
+            if self.tape.held(u).dtype == recorded:
                 return self.live[u].dtype
         return recorded
 

@@ -5,15 +5,15 @@ The form that is looked for is ``out[t] = sum_k w[t, k] · f_{ids[t, k]}(x[t])``
 1. Values made of one expert's parameters only; the first *use* of one with something else.
 2. The body ``f``: the steps that lead from the rows of that use to what the expert yields (several starts and ends are
    tried).
-3. Candidates: ``ids`` from what a router returns or was handed in, ``x`` with one row a token, ``w`` shaped like ids (or
-   ``[T, E]``, gathered), ``out`` after the last use.
+3. Candidates: ``ids`` from what a router returns or was handed in, ``x`` with one row a token, ``w`` shaped like ids
+   (or ``[T, E]``, gathered), ``out`` after the last use.
 4. The first combination whose numbers agree with the formula for every expert.
 5. The *region*: calls that follow from ids or experts and that ``out`` replaces, ancestors of ids, x and w excepted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -233,21 +233,23 @@ def _rows_are(ids: Tensor, tokens: int) -> bool:
 def _match(
     tape: Tape, owner: Owner, module: nn.Module, body: Body, i: int, j: int, last_use: int, of_experts: set[int]
 ) -> tuple[Located | None, tuple[float, str]]:
-    x = tape.values[j]
+    x = tape.held(j)
     x_TH = x.reshape(-1, x.shape[-1])
-    ids_TK = tape.values[i].reshape(x_TH.shape[0], -1)
+    ids_TK = tape.held(i).reshape(x_TH.shape[0], -1)
     pairs_TKM = _pairs(body, owner, module, x_TH, ids_TK)
     outs = [
         v
         for v in sorted(of_experts)
-        if tape.maker[v] >= last_use and tape_shape(tape, v)[-1:] == pairs_TKM.shape[-1:]
-        and tape.values[v].numel() == pairs_TKM[:, 0].numel() and tape.values[v].is_floating_point()
+        if tape.maker[v] >= last_use
+        and tape_shape(tape, v)[-1:] == pairs_TKM.shape[-1:]
+        and tape.held(v).numel() == pairs_TKM[:, 0].numel()
+        and tape.held(v).is_floating_point()
     ]
     best = (float("inf"), "no value after the last expert has one row a token")
     for w, dense, w_TK in _weights(tape, owner, ids_TK, of_experts):
         y_TM = (pairs_TKM * w_TK[..., None]).sum(1)
         for v in outs:
-            out = tape.values[v].reshape(y_TM.shape)
+            out = tape.held(v).reshape(y_TM.shape)
             error = float((y_TM - out).abs().max() / out.abs().max().clamp_min(1e-30))
             if error <= TOLERANCE.get(out.dtype, 1e-4):
                 call = tape.maker[v]
@@ -260,23 +262,28 @@ def _match(
 
 def _pairs(body: Body, owner: Owner, module: nn.Module, x_TH: Tensor, ids_TK: Tensor) -> Tensor:
     """``f_{ids[t, k]}(x[t])`` for every pair."""
-    pairs = None
+    pairs: Tensor | None = None
     for e in range(owner.num_experts):
         t, k = (ids_TK == e).nonzero(as_tuple=True)
-        y = body.for_expert(x_TH[t], lambda role, e=e: owner.member(role, module, e).detach())
+        y = body.for_expert(x_TH[t], _parameters(owner, module, e))
         if pairs is None:
             pairs = y.new_zeros(*ids_TK.shape, y.shape[-1])
         pairs[t, k] = y
+    assert pairs is not None
     return pairs
+
+
+def _parameters(owner: Owner, module: nn.Module, e: int) -> Callable[[str], Tensor]:
+    return lambda role: owner.member(role, module, e).detach()
 
 
 def _weights(tape: Tape, owner: Owner, ids_TK: Tensor, of_experts: set[int]) -> Iterator[tuple[int, bool, Tensor]]:
     tokens, k = ids_TK.shape
     for dense, width in ((False, k), (True, owner.num_experts)):
         for v, t in enumerate(tape.values):
-            if t is None or not t.is_floating_point() or v in of_experts or v in tape.params or t.numel() != tokens * width:
+            if t is None or not t.is_floating_point() or v in of_experts or v in tape.params:
                 continue
-            if not t.dim() or (t.shape[-1] != width and width != 1):
+            if t.numel() != tokens * width or not t.dim() or (t.shape[-1] != width and width != 1):
                 continue
             flat = t.reshape(tokens, width)
             yield v, dense, flat.gather(1, ids_TK.long()) if dense else flat
@@ -308,6 +315,15 @@ def _with_region(tape: Tape, found: Located, made_of: dict[int, int], of_experts
         if not tape.valid_at(v, found.out_call):
             raise Refused("its ids, weights or tokens are overwritten before the experts are combined")
     return Located(
-        found.ids, found.x, found.weights, found.dense_weights, found.body, found.outs, found.out_call, found.top_k,
-        frozenset(region), frozenset(tainted - {found.ids}), frozenset(_descendants(tape, set(made_of), found.outs)),
+        found.ids,
+        found.x,
+        found.weights,
+        found.dense_weights,
+        found.body,
+        found.outs,
+        found.out_call,
+        found.top_k,
+        frozenset(region),
+        frozenset(tainted - {found.ids}),
+        frozenset(_descendants(tape, set(made_of), found.outs)),
     )

@@ -14,19 +14,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from moec.runtime.errors import MoecError
 
 from .owners import walk
 
 _DRAWS = frozenset(
-    {"bernoulli", "bernoulli_", "uniform_", "normal_", "normal", "rand", "randn", "rand_like", "randn_like", "multinomial"}
-    | {"exponential_", "randint", "randperm", "gumbel_softmax", "rrelu"}
+    {"bernoulli", "bernoulli_", "uniform_", "normal_", "normal", "exponential_", "multinomial", "gumbel_softmax"}
+    | {"rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "rrelu"}
 )
 
 
@@ -72,6 +70,12 @@ class Tape:
 
     died: dict[int, int] = field(default_factory=dict)
     """Value -> index of the in-place call that overwrote it."""
+
+    def held(self, value: int) -> Tensor:
+        """The tensor of a value that is known not to be overwritten."""
+        t = self.values[value]
+        assert t is not None, f"value {value} was overwritten"
+        return t
 
     def valid_at(self, value: int, index: int) -> bool:
         """Does the tensor of ``value`` still hold it when call ``index`` runs?"""
@@ -147,7 +151,7 @@ def _writes(func: Callable, kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
     if name in ("__setitem__", "__set__") or kwargs.get("out") is not None or kwargs.get("inplace"):
         return True
-    if name.startswith("__i") and name.endswith("__") and name not in ("__int__", "__index__", "__iter__", "__invert__"):
+    if name.startswith("__i") and name not in ("__int__", "__index__", "__iter__", "__invert__"):
         return True
     return name.endswith("_") and not name.endswith("__")
 
@@ -170,4 +174,3 @@ def randomness(op: str, value: str, where: str) -> MoecError:
         where=where or "model",
         way_out="set dropout and router jitter to 0 (or capture the model in eval mode)",
     )
-

@@ -122,7 +122,7 @@ def _stacked_owner(path: str, module: nn.Module) -> Owner | None:
     sizes = [p.shape[0] for p in params.values() if p.dim() == 3]
     if not sizes or len(set(sizes)) > 1 or sizes[0] < 2:
         return None
-    roles = {n: (n,) for n, p in params.items() if p.shape[0] == sizes[0]}
+    roles: dict[str, tuple[str, ...]] = {n: (n,) for n, p in params.items() if p.shape[0] == sizes[0]}
     return Owner(path, sizes[0], roles, stacked=True)
 
 

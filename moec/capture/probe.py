@@ -62,8 +62,16 @@ class Recipe:
         return list(found)
 
     def make(
-        self, sizes: dict[sympy.Symbol, int], experts: int, generator: torch.Generator, *, skew: bool = False,
-        scale: float = 1.0, shift: float = 0.0, promote: bool = False, device: str = "cpu",
+        self,
+        sizes: dict[sympy.Symbol, int],
+        experts: int,
+        generator: torch.Generator,
+        *,
+        skew: bool = False,
+        scale: float = 1.0,
+        shift: float = 0.0,
+        promote: bool = False,
+        device: str = "cpu",
     ) -> tuple[tuple, dict[str, Any]]:
         routed = {x[1] for x in self.leaves if _is_plan(x) and x[0].is_floating_point}
 
@@ -96,7 +104,9 @@ def _is_plan(x: Any) -> bool:
     return isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], torch.dtype)
 
 
-def randomised(module: nn.Module, generator: torch.Generator, *, training: bool, promote: bool, grad: bool) -> nn.Module:
+def randomised(
+    module: nn.Module, generator: torch.Generator, *, training: bool, promote: bool, grad: bool
+) -> nn.Module:
     """A real copy with random parameters; buffers keep their values where they have any."""
 
     def fill(t: Tensor, is_param: bool) -> Tensor:
@@ -146,9 +156,7 @@ def probe(guide: Guide, module: nn.Module, recipe: Recipe, *, training: bool) ->
             continue
         try:
             with Promote():
-                got = _outputs_and_grads(
-                    twin, lambda *a, **k: guide.forward(twin, twin.forward, a, k), args, kwargs, leaves  # noqa: B023
-                )
+                got = _outputs_and_grads(twin, _raised(guide, twin), args, kwargs, leaves)
         except Refused:
             raise
         except Exception as e:
@@ -159,10 +167,15 @@ def probe(guide: Guide, module: nn.Module, recipe: Recipe, *, training: bool) ->
             if error > worst:
                 worst, name = error, what
         if worst > TOLERANCE:
-            raise Refused(f"raised, it differs from the module by {worst:.3g} (relative) in {name}, on {_say(sizes, style)}")
+            on = _say(sizes, style)
+            raise Refused(f"raised, it differs from the module by {worst:.3g} (relative) in {name}, on {on}")
     if not cases:
         raise Refused(f"the module itself fails on fabricated inputs: {first_error}")
     return ProbeReport(worst, cases, name)
+
+
+def _raised(guide: Guide, twin: nn.Module) -> Callable:
+    return lambda *args, **kwargs: guide.forward(twin, twin.forward, args, kwargs)
 
 
 def _say(sizes: dict, style: dict) -> str:
@@ -192,21 +205,21 @@ def _outputs_and_grads(
     args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.view_as(t), (args, kwargs))
     outs = list(walk(forward(*args, **kwargs)))
     g = torch.Generator().manual_seed(7)
-    total = sum(
-        (o * torch.randn(o.shape, generator=g, dtype=torch.float64)).sum() for o in outs if o.is_floating_point() and o.requires_grad
-    )
+    weighed = [o for o in outs if o.is_floating_point() and o.requires_grad]
+    total = sum((o * torch.randn(o.shape, generator=g, dtype=torch.float64)).sum() for o in weighed)
     names = [f"output {i}" for i in range(len(outs))]
     if not isinstance(total, Tensor):
-        return names, [o.detach() for o in outs]
+        return names, [*(o.detach() for o in outs)]
     grads = torch.autograd.grad(total, [t for _, t in wrt], allow_unused=True)
-    return names + [n for n, _ in wrt], [o.detach() for o in outs] + list(grads)
+    return names + [n for n, _ in wrt], [*(o.detach() for o in outs), *grads]
 
 
 def _difference(a: Tensor | None, b: Tensor | None) -> float:
     if a is None and b is None:
         return 0.0
-    a = torch.zeros_like(b) if a is None else a
-    b = torch.zeros_like(a) if b is None else b
+    if a is None or b is None:  # autograd's way to say zero
+        a, b = (torch.zeros_like(b), b) if b is not None else (a, torch.zeros_like(a))  # type: ignore[arg-type]
+    assert a is not None and b is not None
     if a.shape != b.shape:
         return float("inf")
     if not a.numel():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +29,9 @@ def replica(module: nn.Module, fill: Callable[[Tensor, bool], Tensor], *, traini
         for t in m._parameters.values():
             if t is not None and id(t) not in memo:
                 memo[id(t)] = nn.Parameter(fill(t, True), requires_grad=t.requires_grad)
-        for t in m._buffers.values():
-            if t is not None and id(t) not in memo:
-                memo[id(t)] = fill(t, False)
+        for b in m._buffers.values():
+            if b is not None and id(b) not in memo:
+                memo[id(b)] = fill(b, False)
         for t in vars(m).values():
             if isinstance(t, Tensor) and t.grad_fn is not None:  # a result kept from a forward: deepcopy refuses those
                 memo.setdefault(id(t), t.detach())
@@ -40,7 +41,7 @@ def replica(module: nn.Module, fill: Callable[[Tensor, bool], Tensor], *, traini
     return twin
 
 
-def skeleton(model: nn.Module, *, training: bool) -> tuple[nn.Module, object]:
+def skeleton(model: nn.Module, *, training: bool) -> tuple[nn.Module, AbstractContextManager]:
     """The copy and the fake mode that its tensors live in."""
     mode = torch_compat.fake_mode()
     device = device_of(model)

@@ -36,8 +36,8 @@ from moec.runtime.errors import MoecError
 
 aten = torch.ops.aten
 
-SIZED = {"aten.reshape": 1, "aten.view": 1, "aten.expand": 1, "aten.zeros": 0, "aten.ones": 0, "aten.full": 0, "aten.empty": 0,
-         "aten.new_zeros": 1, "aten.new_ones": 1, "aten.new_full": 1, "aten.new_empty": 1}  # fmt: skip
+SIZED = {"aten.reshape": 1, "aten.view": 1, "aten.expand": 1, "aten.zeros": 0, "aten.ones": 0, "aten.full": 0,
+         "aten.empty": 0, "aten.new_zeros": 1, "aten.new_ones": 1, "aten.new_full": 1, "aten.new_empty": 1}  # fmt: skip
 """op -> position of its size argument."""
 CREATION = {k for k in SIZED if k not in ("aten.reshape", "aten.view", "aten.expand")}
 
@@ -75,7 +75,7 @@ class Sharder:
     # -- small tools, also for experts.py
 
     def _all(self, t: Type) -> Types:
-        return {a: t for a in self.mesh.names}
+        return dict.fromkeys(self.mesh.names, t)
 
     def _note(self, node: fx.Node, val, types, grad) -> fx.Node:
         node.meta.update(val=val, types=types, grad=grad)
@@ -102,8 +102,11 @@ class Sharder:
     def _local(self, size, types: Types, dim: int, node: fx.Node):
         n = self.shards(types, dim)
         if isinstance(size, int) and size % n:
-            raise MoecError(f"dim {dim} of {node.name} has size {size}, which {n} ranks do not divide ({types})",
-                            where=node.meta.get("where", ""), way_out=f"a degree that divides {size}")
+            raise MoecError(
+                f"dim {dim} of {node.name} has size {size}, which {n} ranks do not divide ({types})",
+                where=node.meta.get("where", ""),
+                way_out=f"a degree that divides {size}",
+            )
         return self.sizes.local(size, n)
 
     # -- steps
@@ -126,7 +129,12 @@ class Sharder:
 
     def _split_row_biases(self) -> None:
         for node in list(self.graph.nodes):
-            if node.op != "call_function" or op_name(node) != "aten.linear" or len(node.args) < 3 or node.args[2] is None:
+            if (
+                node.op != "call_function"
+                or op_name(node) != "aten.linear"
+                or len(node.args) < 3
+                or node.args[2] is None
+            ):
                 continue
             w = layouts.weight_of(node, self.program)
             types = self.program.params[w.placeholder].types if w else {}
@@ -145,7 +153,8 @@ class Sharder:
             self._global_size(node)
         elif is_getitem(node):
             parent = node.args[0]
-            self._note(node, val, parent.meta["types"][node.args[1]], parent.meta["grad"] and val.dtype.is_floating_point)
+            grad = parent.meta["grad"] and node.meta["val"].dtype.is_floating_point
+            self._note(node, val, parent.meta["types"][node.args[1]], grad)
         elif name == "moec.permute":
             self.experts.permute(node)
         elif name == "moec.unpermute":
@@ -162,7 +171,9 @@ class Sharder:
     def _global_size(self, node: fx.Node) -> None:
         """Integers of the graph keep their global meaning; those that are local from now on are re-emitted."""
         if not isinstance(node.meta.get("val"), (int, torch.SymInt)):
-            raise MoecError(f"{node.target} yields a {type(node.meta.get('val')).__name__}", where=node.meta.get("where", ""))
+            raise MoecError(
+                f"{node.target} yields a {type(node.meta.get('val')).__name__}", where=node.meta.get("where", "")
+            )
         value = self.sizes.local(node.meta["val"])
         if value is node:
             return
@@ -176,10 +187,11 @@ class Sharder:
         ops, rule = operands(node), rule_for(node)
         val = node.meta["val"]
         vals = val if isinstance(val, (tuple, list)) else [val]
+        made = rule.created if name != "aten.arange" else ()  # a shard of arange is not an arange
+        results_of = list(zip(rule.results, vals, strict=True))
         creates = {
-            f for f in rule.created
-            if any(f in d and self.sizes.carries_batch(v.shape[d.index(f)]) for d, v in zip(rule.results, vals, strict=True))
-        } if name != "aten.arange" else set()  # fmt: skip
+            f for f in made if any(f in d and self.sizes.carries_batch(v.shape[d.index(f)]) for d, v in results_of)
+        }
         targets: list[Types] = [{} for _ in ops]
         results: list[Types] = [{} for _ in vals]
         for a in self.mesh.names:
@@ -200,9 +212,16 @@ class Sharder:
         grad = any(o.meta["grad"] for o in ops) and name not in CREATION and name != "aten.detach"
         results = self._split_parts(node, name, results)
         # Integers have no gradient: I and R are the same, and R is how it is written.
-        results = [t if grad and v.dtype.is_floating_point else {a: R if x == I else x for a, x in t.items()}
-                   for t, v in zip(results, vals, strict=True)]
-        self._note(node, val, results if isinstance(val, (tuple, list)) else results[0], grad and any(v.dtype.is_floating_point for v in vals))
+        results = [
+            t if grad and v.dtype.is_floating_point else {a: R if x == I else x for a, x in t.items()}
+            for t, v in zip(results, vals, strict=True)
+        ]
+        self._note(
+            node,
+            val,
+            results if isinstance(val, (tuple, list)) else results[0],
+            grad and any(v.dtype.is_floating_point for v in vals),
+        )
         self._localize(node, name)  # 4
 
     def _split_parts(self, node: fx.Node, name: str, results: list[Types]) -> list[Types]:
@@ -213,23 +232,32 @@ class Sharder:
         n = len(results)
         for a, t in results[0].items():
             if t.kind == "S" and t.dim == dim and t.parts != n:
-                raise MoecError(f"{node.name} cuts dim {dim} in {n} parts, but it is sharded as {t} on {a}", where=node.meta.get("where", ""),
-                                way_out="a layout that keeps this weight whole")
+                raise MoecError(
+                    f"{node.name} cuts dim {dim} in {n} parts, but it is sharded as {t} on {a}",
+                    where=node.meta.get("where", ""),
+                    way_out="a layout that keeps this weight whole",
+                )
         return [{a: S(dim) if t.kind == "S" and t.dim == dim else t for a, t in r.items()} for r in results]
 
     def _localize(self, node: fx.Node, name: str) -> None:
         if name in SIZED:
             at = SIZED[name]
             types = node.meta["types"]
-            local = [-1 if any(t == V for t in types.values()) and d == 0 else self._local(s, types, d, node)
-                     for d, s in enumerate(shape(node))]
+            local = [
+                -1 if any(t == V for t in types.values()) and d == 0 else self._local(s, types, d, node)
+                for d, s in enumerate(shape(node))
+            ]
             node.args = (*node.args[:at], local, *node.args[at + 1 :])
         elif name in ("aten.split", "aten.split_with_sizes"):
             dim = (node.args[2] if len(node.args) > 2 else 0) % len(shape(operands(node)[0]))
             n = self.shards(node.meta["types"][0], dim)
             if n > 1:
                 sizes = node.args[1]
-                local = [self._local(s, node.meta["types"][0], dim, node) for s in sizes] if isinstance(sizes, (list, tuple)) else sizes // n
+                local = (
+                    [self._local(s, node.meta["types"][0], dim, node) for s in sizes]
+                    if isinstance(sizes, (list, tuple))
+                    else sizes // n
+                )
                 node.args = (node.args[0], local, *node.args[2:])
         else:
             for v, types in zip(_as_list(node.meta["val"]), _as_list(node.meta["types"]), strict=True):
@@ -260,7 +288,8 @@ class Sharder:
         self._note(node, node.meta["val"], out, grad)
 
     def _outputs(self, node: fx.Node) -> None:
-        leaves, kept = list(node.args[0]), []
+        leaves = list(node.args[0])
+        kept: list[fx.Node] = []
         specs: list[OutputSpec] = []
         for spec in self.program.outputs:
             if spec.index is None:
@@ -272,7 +301,11 @@ class Sharder:
                 specs.append(replace(spec, index=None, constant=None))
                 continue
             value = self.convert(value, {a: self._output_type(value, a, spec, mode) for a in self.mesh.names})
-            specs.append(replace(spec, index=len(kept), types=dict(value.meta["types"]), global_shape=tuple(value.meta["val"].shape)))
+            specs.append(
+                replace(
+                    spec, index=len(kept), types=dict(value.meta["types"]), global_shape=tuple(value.meta["val"].shape)
+                )
+            )
             kept.append(value)
         self.program.outputs = specs
         for where, counts in self.counts.items():
@@ -282,11 +315,19 @@ class Sharder:
 
     def _output_type(self, value: fx.Node, axis: str, spec: OutputSpec, mode: str) -> Type:
         t: Type = value.meta["types"][axis]
-        if t.kind == "S" and axis in self.dp and mode != "full" and self.sizes.carries_batch(value.meta["val"].shape[t.dim]):
+        if (
+            t.kind == "S"
+            and axis in self.dp
+            and mode != "full"
+            and self.sizes.carries_batch(value.meta["val"].shape[t.dim])
+        ):
             return t
         if t == R and value.meta["grad"]:
-            raise MoecError(f"output {spec.path!r} would be replicated over {axis} with a gradient that is summed once a rank",
-                            where=value.meta.get("where", ""), way_out="report this model: the layout should leave it invariant")
+            raise MoecError(
+                f"output {spec.path!r} would be replicated over {axis} with a gradient that is summed once a rank",
+                where=value.meta.get("where", ""),
+                way_out="report this model: the layout should leave it invariant",
+            )
         return self.default_type(value)
 
 

@@ -47,8 +47,11 @@ class Converter:
         """To make a pending sum of a whole value, each rank owns a slice of its last dim and has zeros elsewhere."""
         dim, size = node.meta["val"].ndim - 1, self.mesh.size(axes)
         if node.meta["val"].shape[dim] % size:
-            raise MoecError(f"{node.name} of shape {tuple(node.meta['val'].shape)} cannot be dealt over {size} ranks",
-                            where=node.meta.get("where", ""), way_out=f"etp that divides {node.meta['val'].shape[dim]}")
+            raise MoecError(
+                f"{node.name} of shape {tuple(node.meta['val'].shape)} cannot be dealt over {size} ranks",
+                where=node.meta.get("where", ""),
+                way_out=f"etp that divides {node.meta['val'].shape[dim]}",
+            )
         return S(dim)
 
     def _emit(self, value: fx.Node, step: tuple[Type, Type], axes: list[str]) -> fx.Node:
@@ -56,8 +59,11 @@ class Converter:
         kind = f"{src.kind}_to_{dst.kind}".lower()
         where = value.meta.get("where", "")
         if "V" in (src.kind, dst.kind) or max(src.parts, dst.parts) > 1 or kind not in TABLE:
-            raise MoecError(f"{value.name} would have to go from {src} to {dst} over {axes}, which no collective does",
-                            where=where, way_out="choose another layout for the parameters of this module")
+            raise MoecError(
+                f"{value.name} would have to go from {src} to {dst} over {axes}, which no collective does",
+                where=where,
+                way_out="choose another layout for the parameters of this module",
+            )
         size = self.mesh.size(axes)
         dim = src.dim if src.kind == "S" else dst.dim if dst.kind == "S" else 0
         args = [value, dim, size, self.mesh.key(axes)]
@@ -68,7 +74,7 @@ class Converter:
         if TABLE[kind].needs_wait:
             started, out = out, self.graph.call_function(WAIT, (out,))
             out.meta.update(started.meta)
-            started.meta["types"] = {**value.meta["types"], **{a: dst for a in axes}}
+            started.meta["types"] = {**value.meta["types"], **dict.fromkeys(axes, dst)}
         return out
 
 
@@ -87,5 +93,3 @@ def _steps(types: Types, target: Types) -> list[tuple[Type, Type]]:
         if types[a] != target[a] and (types[a], target[a]) not in steps:
             steps.append((types[a], target[a]))
     return sorted(steps, key=lambda s: (s[1].kind == "S", s[0].kind == "P"))
-
-

@@ -74,7 +74,9 @@ class Experts:
         rows, counts, row_of = (
             ctx.call(operator.getitem, (permuted, i), v, t, g)
             for i, (v, t, g) in enumerate(
-                zip(node.meta["val"], (rows_types, rows_types, dict(dealt)), (x.meta["grad"], False, False), strict=True)
+                zip(
+                    node.meta["val"], (rows_types, rows_types, dict(dealt)), (x.meta["grad"], False, False), strict=True
+                )
             )
         )
         for n in (permuted, rows, counts, row_of):
@@ -104,7 +106,13 @@ class Experts:
         if isinstance(tokens, int) and tokens % n == 0:
             return ctx.convert(value, {**value.meta["types"], **{a: S(0) for a in split}})
         region.tokens = tokens
-        padded = ctx.call(moec_ops.pad_rows.default, (value, n, float(fill)), value.meta["val"], value.meta["types"], value.meta["grad"])
+        padded = ctx.call(
+            moec_ops.pad_rows.default,
+            (value, n, float(fill)),
+            value.meta["val"],
+            value.meta["types"],
+            value.meta["grad"],
+        )
         padded.meta["padded"] = True  # its rows are no longer the recorded ones over the shards
         return ctx.convert(padded, {**value.meta["types"], **{a: S(0) for a in split}})
 
@@ -118,7 +126,9 @@ class Experts:
         region.recv_R = ctx.call(aten.sum.dim_IntList, (recv_RE, [1]), int_val, types)
         region.recv_RE = recv_RE
         counts_local = ctx.call(aten.sum.dim_IntList, (recv_RE, [0]), int_val, types)
-        sent = ctx.call(moec_ops.all_to_all.default, (rows, region.send_R, region.recv_R, num_ranks, group), val, types, grad)
+        sent = ctx.call(
+            moec_ops.all_to_all.default, (rows, region.send_R, region.recv_R, num_ranks, group), val, types, grad
+        )
         rows = ctx.call(moec_ops.sort_chunks.default, (self._wait(sent), recv_RE, False), val, types, grad)
         return rows, counts_local
 
@@ -134,10 +144,13 @@ class Experts:
         region = self.regions[row_of]
         etp = self.mesh.role("etp")
         for a, t in rows.meta["types"].items():
-            if t.kind == "V" or a in etp and t.kind in "RP":
+            if t.kind == "V" or (a in etp and t.kind in "RP"):
                 continue
-            raise MoecError(f"expert rows arrive at the combine with type {t} on {a}", where=node.meta.get("where", ""),
-                            way_out="a plan with etp=1 keeps each expert whole")
+            raise MoecError(
+                f"expert rows arrive at the combine with type {t} on {a}",
+                where=node.meta.get("where", ""),
+                way_out="a plan with etp=1 keeps each expert whole",
+            )
         if region.recv_RE is not None:
             rows = self._return(rows, region)
         weights = self._deal(weights, region, 0)
@@ -163,6 +176,9 @@ class Experts:
         if now == original or (now == P and original.kind in "IR"):
             return now
         if now == R and original.kind != "R":
-            raise MoecError("etp ranks computed whole experts, whose gradient would be counted more than once",
-                            where=node.meta.get("where", ""), way_out="a plan with etp=1, or a layout that splits the experts")
+            raise MoecError(
+                "etp ranks computed whole experts, whose gradient would be counted more than once",
+                where=node.meta.get("where", ""),
+                way_out="a plan with etp=1, or a layout that splits the experts",
+            )
         return original

@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from typing import Literal
 
 from torch import fx
 
@@ -88,7 +89,13 @@ def weight_of(node: fx.Node, program: Program) -> Weight | None:
             order = [d % rank for d in w.args[1]]
         else:
             order = list(range(rank))
-            a, b = (0, 1) if op_name(w) == "aten.t" else (w.args[1] % rank, w.args[2] % rank) if len(w.args) > 1 else (0, 0)
+            a, b = (
+                (0, 1)
+                if op_name(w) == "aten.t"
+                else (w.args[1] % rank, w.args[2] % rank)
+                if len(w.args) > 1
+                else (0, 0)
+            )
             order[a], order[b] = order[b], order[a]
         dims = tuple(order[d] for d in dims)
         w = w.args[0]
@@ -122,7 +129,7 @@ def _flow(program: Program) -> list[Tag]:
         name = op_name(node)
         gemm = weight_of(node, program) if name in GEMMS else None
         arriving = [carried.get(o, [{}])[0] for o in ops]
-        if name == "moec.unpermute" or name == "moec.permute" or not any(arriving) and gemm is None:
+        if name == "moec.unpermute" or name == "moec.permute" or (not any(arriving) and gemm is None):
             for dims in arriving:
                 for numbers in dims.values():
                     leak(numbers, f"reaches {name}")
@@ -141,10 +148,10 @@ def _flow(program: Program) -> list[Tag]:
         results: list[dict[int, set[int]]] = [{} for _ in rule.results]
         for f, numbers in by_factor.items():
             _meet(program, node, rule, f, numbers, arriving, tags, leak)
-            for r, dims in enumerate(rule.results):
-                if f in dims:
-                    results[r][dims.index(f)] = set(numbers)
-            if not any(f in dims for dims in rule.results) and not (gemm and f == "k"):
+            for r, names in enumerate(rule.results):
+                if f in names:
+                    results[r][names.index(f)] = set(numbers)
+            if not any(f in names for names in rule.results) and not (gemm and f == "k"):
                 leak(numbers, f"is summed by {name} ({node.meta.get('where', '')})")
         if name in ("aten.split", "aten.split_with_sizes"):
             dim = (node.args[2] if len(node.args) > 2 else 0) % len(shape(ops[0]))
@@ -160,7 +167,7 @@ def _flow(program: Program) -> list[Tag]:
 
 
 def _meet(program, node, rule, f, numbers, arriving, tags, leak) -> None:
-    """What else has this factor: a weight's contraction (an end), a bias (sharded alike), or a value without the tag."""
+    """What else has this factor: a weight's contraction (an end), a bias (sharded alike), a value without the tag."""
     name = op_name(node)
     for slot, o in enumerate(operands(node)):
         if f not in rule.operands[slot] or arriving[slot].get(rule.operands[slot].index(f)):
@@ -233,7 +240,9 @@ def _decide(program: Program, union: list[Tag], out: Layout) -> None:
     leaks = [t.leaked for t in union if t.leaked]
     if leaks or not any(t.ends for t in union):
         for t in union:
-            out.reasons.setdefault(t.weight.placeholder, f"auto: whole, because its output {leaks[0] if leaks else 'ends nowhere'}")
+            out.reasons.setdefault(
+                t.weight.placeholder, f"auto: whole, because its output {leaks[0] if leaks else 'ends nowhere'}"
+            )
         return
     taken = [t for t in union if any(k != "ep" for k in out.dims.get(t.weight.placeholder, {}))]
     if taken:  # a chain of three linears: the middle one is already the row of the first pair
@@ -241,9 +250,15 @@ def _decide(program: Program, union: list[Tag], out: Layout) -> None:
             out.reasons.setdefault(t.weight.placeholder, "auto: whole, because its pair is taken by the pair before it")
         return
     for t in union:
-        role = "etp" if op_name(t.node) == "moec.grouped_mm" else "tp"
+        role: Literal["tp", "etp"] = "etp" if op_name(t.node) == "moec.grouped_mm" else "tp"
         column = t.weight.dims[GEMMS[op_name(t.node)][0]]
-        _place(out, t.weight.placeholder, role, S(column, t.parts), f"auto: column, ends at {t.ends[0].meta.get('where', '')}")
+        _place(
+            out,
+            t.weight.placeholder,
+            role,
+            S(column, t.parts),
+            f"auto: column, ends at {t.ends[0].meta.get('where', '')}",
+        )
         if op_name(t.node) == "aten.linear" and len(t.node.args) > 2 and t.node.args[2] is not None:
             _place(out, t.node.args[2].name, role, S(0, t.parts), "auto: bias of a column weight")
         for ph, dim in t.vectors:
@@ -255,8 +270,15 @@ def _decide(program: Program, union: list[Tag], out: Layout) -> None:
             _place(out, w.placeholder, role, S(row), f"auto: row, fed by {t.node.meta.get('where', '')}")
         for size, where in t.sizes.items():
             if size:
-                out.limits.append(Limit(role, size // t.parts if t.parts > 1 and size % t.parts == 0 else size,
-                                        "heads or width", where, "a sharded dim of this size must be cut evenly"))
+                out.limits.append(
+                    Limit(
+                        role,
+                        size // t.parts if t.parts > 1 and size % t.parts == 0 else size,
+                        "heads or width",
+                        where,
+                        "a sharded dim of this size must be cut evenly",
+                    )
+                )
 
 
 def _place(out: Layout, placeholder: str, role: str, t: Type, why: str) -> None:
@@ -269,8 +291,12 @@ def _place(out: Layout, placeholder: str, role: str, t: Type, why: str) -> None:
 
 def _override(program: Program, layout: Mapping[str, str], out: Layout) -> None:
     """Later patterns win.  A style speaks of the weight as the GEMM sees it: column = its output, row = its input."""
-    gemms = {w.placeholder: (n, w) for n in program.graph.nodes if n.op == "call_function" and op_name(n) in GEMMS
-             if (w := weight_of(n, program))}
+    gemms = {
+        w.placeholder: (n, w)
+        for n in program.graph.nodes
+        if n.op == "call_function" and op_name(n) in GEMMS
+        if (w := weight_of(n, program))
+    }
     for pattern, style in layout.items():
         for ph, spec in program.params.items():
             module, _, leaf = spec.name.rpartition(".")

@@ -88,7 +88,9 @@ def pointwise(carries: str = "none") -> Callable[[fx.Node], Rule]:
         for o in operands(node):
             s = shape(o)
             off = rank - len(s)
-            ops.append(tuple(None if _is_one(d) and not _is_one(out[off + i]) else f"f{off + i}" for i, d in enumerate(s)))
+            ops.append(
+                tuple(None if _is_one(d) and not _is_one(out[off + i]) else f"f{off + i}" for i, d in enumerate(s))
+            )
         how = carries
         if carries == "linear" and len(ops) == 1 and len([a for a in node.args[:2] if not isinstance(a, fx.Node)]) == 1:
             other = node.args[0] if isinstance(node.args[1], fx.Node) else node.args[1]
@@ -143,9 +145,16 @@ def along(dim_arg: int, default: int = -1, carries: str = "none", kwarg: str = "
         rank = len(shape(operands(node)[0]))
         dim = node.kwargs.get(kwarg, node.args[dim_arg] if len(node.args) > dim_arg else default)
         names = tuple(f"f{i}" for i in range(rank))
-        results = tuple(names if len(s) == rank else tuple(n for i, n in enumerate(names) if i != dim % rank)
-                        for s in _result_shapes(node))
-        return Rule(tuple(names for _ in operands(node)), results, frozenset({f"f{dim % rank}"}) if rank else frozenset(), carries)
+        results = tuple(
+            names if len(s) == rank else tuple(n for i, n in enumerate(names) if i != dim % rank)
+            for s in _result_shapes(node)
+        )
+        return Rule(
+            tuple(names for _ in operands(node)),
+            results,
+            frozenset({f"f{dim % rank}"}) if rank else frozenset(),
+            carries,
+        )
 
     return make
 
@@ -270,15 +279,17 @@ def _index(node: fx.Node) -> Rule:
     width = max(len(shape(indices[i])) for i in at)
     adjacent = at == list(range(at[0], at[-1] + 1))
     start = at[0] if adjacent else 0
-    data_dims = tuple(f"x{i}" if i in at else f"f{i}" for i in range(len(s)))
-    kept = [f"f{i}" for i in range(len(s)) if i not in at]
-    ix_names = [f"i{j}" for j in range(width)]
+    data_dims: Dims = tuple(f"x{i}" if i in at else f"f{i}" for i in range(len(s)))
+    kept: list[str | None] = [f"f{i}" for i in range(len(s)) if i not in at]
+    ix_names: list[str | None] = [f"i{j}" for j in range(width)]
     res = kept[:start] + ix_names + kept[start:]
-    ops = [data_dims]
+    ops: list[Dims] = [data_dims]
     for i in at:
         w = shape(indices[i])
         off = width - len(w)
-        ops.append(tuple(None if _is_one(d) and not _is_one(out[start + off + j]) else f"i{off + j}" for j, d in enumerate(w)))
+        ops.append(
+            tuple(None if _is_one(d) and not _is_one(out[start + off + j]) else f"i{off + j}" for j, d in enumerate(w))
+        )
     return Rule(tuple(ops), (tuple(res),), frozenset(f"x{i}" for i in at))
 
 
@@ -328,8 +339,11 @@ def _norm(node: fx.Node) -> Rule:
 
 
 def _creation(node: fx.Node) -> Rule:
-    return Rule(tuple((None,) * len(shape(o)) for o in operands(node)), (tuple(f"f{i}" for i in range(len(_result_shapes(node)[0]))),),
-                created=frozenset(f"f{i}" for i in range(len(_result_shapes(node)[0]))))
+    return Rule(
+        tuple((None,) * len(shape(o)) for o in operands(node)),
+        (tuple(f"f{i}" for i in range(len(_result_shapes(node)[0]))),),
+        created=frozenset(f"f{i}" for i in range(len(_result_shapes(node)[0]))),
+    )
 
 
 def _one_hot(node: fx.Node) -> Rule:
@@ -339,6 +353,23 @@ def _one_hot(node: fx.Node) -> Rule:
 
 # -- the table ------------------------------------------------------------------------------------------------------
 
+# fmt: off
+_POINTWISE = (
+    "abs", "acos", "asin", "atan", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "ceil", "celu", "clamp",
+    "clamp_max", "clamp_min", "cos", "cosh", "elu", "eq", "erf", "exp", "exp2", "expm1", "floor", "floor_divide",
+    "fmod", "ge", "gelu", "gt", "hardsigmoid", "hardswish", "hardtanh", "isfinite", "isinf", "isnan", "isneginf", "le",
+    "leaky_relu", "log", "log10", "log1p", "log2", "log_sigmoid", "logical_and", "logical_not", "logical_or",
+    "logical_xor", "logit", "lt", "masked_fill", "maximum", "minimum", "mish", "nan_to_num", "ne", "pow", "reciprocal",
+    "relu", "relu6", "remainder", "round", "rsqrt", "rsub", "selu", "sigmoid", "sign", "silu", "sin", "sinh",
+    "softplus", "sqrt", "square", "tan", "tanh", "true_divide", "trunc", "where", "xlogy", "__and__", "__or__",
+    "__xor__",
+)
+_ALONG_LAST = ("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "argsort")
+_REDUCTIONS = ("mean", "amax", "amin", "max", "min", "logsumexp", "any", "all", "prod", "var", "std")
+_CREATION = (
+    "arange", "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "scalar_tensor",
+    "eye", "triu_indices", "tril_indices",
+)
 _RULES: dict[str, Callable[[fx.Node], Rule]] = {
     # contractions
     "aten.linear": einsum("... k, n k, n -> ... n"),
@@ -353,39 +384,35 @@ _RULES: dict[str, Callable[[fx.Node], Rule]] = {
     # pointwise
     **{
         f"aten.{n}": pointwise()
-        for n in (
-            "abs acos asin atan bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min cos cosh elu eq erf "
-            "exp exp2 expm1 floor floor_divide fmod ge gelu gt hardsigmoid hardswish hardtanh isfinite isinf isnan isneginf le leaky_relu "
-            "log log1p log2 log10 log_sigmoid logical_and logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish "
-            "nan_to_num ne pow reciprocal relu relu6 remainder round rsqrt rsub selu sigmoid sign silu sin sinh softplus "
-            "sqrt square tan tanh tril triu true_divide trunc where xlogy __and__ __or__ __xor__"
-        ).split()
+        for n in _POINTWISE
     },
     **{f"aten.{n}": like for n in ("zeros_like", "ones_like", "empty_like", "full_like")},
     # mixing along one dim
-    **{f"aten.{n}": along(1) for n in ("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "argsort")},
-    "aten.topk": along(2), "aten.sort": along(1), "aten.argmax": along(1), "aten.argmin": along(1), "aten.flip": along(1),
+    **{f"aten.{n}": along(1) for n in _ALONG_LAST},
+    "aten.topk": along(2), "aten.sort": along(1), "aten.argmax": along(1),
+    "aten.argmin": along(1), "aten.flip": along(1),
     "aten.diff": along(2), "aten.gather": _gather,
     # reductions
     "aten.sum": reduction(True),
-    **{f"aten.{n}": reduction(False) for n in ("mean", "amax", "amin", "max", "min", "logsumexp", "any", "all", "prod", "var", "std")},
+    **{f"aten.{n}": reduction(False) for n in _REDUCTIONS},
     # moving dims
     **{f"aten.{n}": _transpose for n in ("transpose", "permute", "t")},
     **{f"aten.{n}": _view for n in ("view", "reshape", "_unsafe_view", "squeeze", "flatten", "unflatten")},
     "aten.unsqueeze": _unsqueeze, "aten.expand": _expand, "aten.cat": _cat, "aten.stack": _stack, "aten.slice": _slice,
-    "aten.select": _select, "aten.split": _split, "aten.split_with_sizes": _split, "aten.constant_pad_nd": _pad, "aten.pad": _pad,
+    "aten.select": _select, "aten.split": _split, "aten.split_with_sizes": _split,
+    "aten.constant_pad_nd": _pad, "aten.pad": _pad,
     # lookups
     "aten.embedding": _embedding, "aten.index": _index, "aten.one_hot": _one_hot,
     # blocks
     "aten.scaled_dot_product_attention": _attention, "aten.cross_entropy_loss": _cross_entropy,
     "aten.layer_norm": _norm, "aten.rms_norm": _norm, "aten._fused_rms_norm": _norm,
     # creation
-    **{f"aten.{n}": _creation for n in ("arange", "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty",
-                                        "scalar_tensor", "eye", "triu_indices", "tril_indices")},
+    **{f"aten.{n}": _creation for n in _CREATION},
     # experts (rows are ragged over ep and edp: see experts.py; these lines hold for etp)
     "moec.grouped_mm": einsum("!t k, !e k m, !e -> !t m"),
     "moec.grouped_add": einsum("!t m, !e m, !e -> !t m", carries="none"),
-}  # fmt: skip
+}
+# fmt: on
 
 
 def is_getitem(node: fx.Node) -> bool:

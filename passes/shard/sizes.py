@@ -59,8 +59,11 @@ class Sizes:
             return self.made[e]
         if e.is_Symbol:
             if str(e) not in self.symbols:
-                raise MoecError(f"size {e} is not the size of any input dim", where="shard",
-                                way_out="a size that depends on data cannot be re-computed on each rank")
+                raise MoecError(
+                    f"size {e} is not the size of any input dim",
+                    where="shard",
+                    way_out="a size that depends on data cannot be re-computed on each rank",
+                )
             return self.symbols[str(e)]
         if e.is_Add or e.is_Mul:
             num, den = sympy.fraction(e)

@@ -1,8 +1,8 @@
 """Reshape as factors: which dim of the input is the major part of which dim of the output.
 
-``view_factors((B, S, H), (B*S, H))`` gives ``(("g0", "minor0_1", "g1"), ("g0", "g1"))``: the dims fall into groups of equal
-product; in each group the first dim of either side shares a factor (a contiguous block of the major dim is a contiguous
-block of the merged one) and the others are *minor*: an input that is sharded there has to be gathered first.
+``view_factors((B, S, H), (B*S, H))`` gives ``(("g0", "minor0_1", "g1"), ("g0", "g1"))``: the dims fall into groups of
+equal product; in each group the first dim of either side shares a factor (a contiguous block of the major dim is a
+contiguous block of the merged one) and the others are *minor*: an input that is sharded there has to be gathered first.
 """
 
 from __future__ import annotations

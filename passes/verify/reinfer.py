@@ -1,7 +1,8 @@
 """Re-inference: every op runs again on fake tensors, and shapes and dtypes must be the recorded ones.
 
 Before ``shard`` the recorded shapes are compared as they are.  After it, fakes have local shapes, and each dim must
-satisfy ``local * shards == global`` by the recorded types (the batch symbol is local in the graph: global = local * dp).
+satisfy ``local * shards == global`` by the recorded types (the batch symbol is local in the graph: global is
+local * dp).
 Ragged dims have a size of their own and are skipped.  Local fakes are kept in ``node.meta["local"]``.
 """
 
@@ -16,11 +17,11 @@ from torch import fx
 from moec.placement import Types
 from moec.program import Program
 from moec.runtime.errors import MoecError
-from moec.runtime.torch_compat import WAIT, expr
+from moec.runtime.torch_compat import WAIT, expr, fake_mode_of
 
 
 def check_shapes(program: Program) -> None:
-    fake_mode = next((n.meta["val"].fake_mode for n in program.placeholders() if isinstance(n.meta["val"], torch.Tensor)), None)
+    fake_mode = fake_mode_of(n.meta["val"] for n in program.placeholders())
     if fake_mode is None:
         return
     sharded = "sharded" in program.facts
@@ -38,8 +39,10 @@ def check_shapes(program: Program) -> None:
                 except MoecError:
                     raise
                 except Exception as e:
-                    raise MoecError(f"{node.format_node()} does not run on the shapes that reach it: {e}",
-                                    where=node.meta.get("where", "")) from e
+                    raise MoecError(
+                        f"{node.format_node()} does not run on the shapes that reach it: {e}",
+                        where=node.meta.get("where", ""),
+                    ) from e
                 if sharded:
                     node.meta["local"] = env[node]
                 if node.meta.get("val") is not None:
@@ -51,7 +54,10 @@ def _placeholder(program: Program, node: fx.Node, sharded: bool):
     spec = program.params.get(node.name)
     if spec is None or not sharded:
         return val
-    shape = [s // program.mesh.size([a for a, t in spec.types.items() if t.kind == "S" and t.dim == d]) for d, s in enumerate(spec.shape)]
+    shape = [
+        s // program.mesh.size([a for a, t in spec.types.items() if t.kind == "S" and t.dim == d])
+        for d, s in enumerate(spec.shape)
+    ]
     return torch.empty(shape, dtype=spec.dtype, device=val.device)
 
 
@@ -67,16 +73,23 @@ def _compare(program: Program, node: fx.Node, recorded, found, types, sharded: b
     if not isinstance(found, torch.Tensor) or found.dtype != recorded.dtype or found.ndim != recorded.ndim:
         if sharded and isinstance(found, torch.Tensor) and any(t.kind == "V" for t in types.values()):
             return  # counts by (rank, expert) stand for the counts by expert
-        raise MoecError(f"{node.name} was recorded as {_show(recorded)}, and is {_show(found)}", where=node.meta.get("where", ""))
+        raise MoecError(
+            f"{node.name} was recorded as {_show(recorded)}, and is {_show(found)}", where=node.meta.get("where", "")
+        )
     for d, (r, f) in enumerate(zip(recorded.shape, found.shape, strict=True)):
         if sharded and d == 0 and ("padded" in node.meta or any(t.kind == "V" for t in types.values())):
             continue
         if not _same(program, expr(r), expr(f), types, d, sharded):
-            raise MoecError(f"dim {d} of {node.name} ({node.format_node()}) was recorded as {r} with types {types}, and is {f} on one rank",
-                            where=node.meta.get("where", ""))
+            raise MoecError(
+                f"dim {d} of {node.name} ({node.format_node()}) was recorded as {r} with types {types}, "
+                f"and is {f} on one rank",
+                where=node.meta.get("where", ""),
+            )
 
 
-def _same(program: Program, recorded: sympy.Expr, found: sympy.Expr, types: Types | None, dim: int, sharded: bool) -> bool:
+def _same(
+    program: Program, recorded: sympy.Expr, found: sympy.Expr, types: Types | None, dim: int, sharded: bool
+) -> bool:
     if sharded and types is not None:
         mesh = program.mesh
         dp = mesh.size(mesh.role("dp"))

@@ -30,7 +30,9 @@ def check_structure(program: Program) -> None:
     n = len(next(iter(reversed(program.graph.nodes))).args[0])
     wanted = [o.index for o in program.outputs if o.index is not None] + list(program.expert_counts.values())
     if sorted(set(wanted)) != list(range(n)):
-        raise MoecError(f"the graph returns {n} values, the output contract names {sorted(set(wanted))}", where="program")
+        raise MoecError(
+            f"the graph returns {n} values, the output contract names {sorted(set(wanted))}", where="program"
+        )
 
 
 def _check_collective(program: Program, node) -> None:
@@ -42,8 +44,12 @@ def _check_collective(program: Program, node) -> None:
     key = group_of(node)
     size = node.args[-2]
     if not key or program.mesh.key(key.split(",")) != key or program.mesh.size(key) != size:
-        raise MoecError(f"{node.name} names the group {key!r} of size {size}, not a group of {program.mesh.axes}", where=where)
+        raise MoecError(
+            f"{node.name} names the group {key!r} of size {size}, not a group of {program.mesh.axes}", where=where
+        )
     if is_start(node.target):
         waits = [u for u in node.users if is_wait(u.target)]
         if len(waits) != 1 or len(node.users) != 1:
-            raise MoecError(f"{node.name} has {len(waits)} waits and {len(node.users)} users, not exactly one wait", where=where)
+            raise MoecError(
+                f"{node.name} has {len(waits)} waits and {len(node.users)} users, not exactly one wait", where=where
+            )

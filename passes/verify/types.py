@@ -33,7 +33,9 @@ def check_types(program: Program) -> None:
             for value in node.all_input_nodes:
                 for axis, t in value.meta["types"].items():
                     if t.kind == "P":
-                        raise MoecError(f"output {value.name} is a pending sum over {axis}", where=value.meta.get("where", ""))
+                        raise MoecError(
+                            f"output {value.name} is a pending sum over {axis}", where=value.meta.get("where", "")
+                        )
 
 
 def _check_param(program: Program, node: fx.Node) -> None:
@@ -43,8 +45,11 @@ def _check_param(program: Program, node: fx.Node) -> None:
         stored = program.params[node.name].types.get(axis, I)
         expected = R if axis in owed else stored
         if t != expected:
-            raise MoecError(f"parameter {program.params[node.name].name} is {t} on {axis}, stored as {stored}, "
-                            f"reduced over {sorted(owed - {''})}", where="program")
+            raise MoecError(
+                f"parameter {program.params[node.name].name} is {t} on {axis}, stored as {stored}, "
+                f"reduced over {sorted(owed - {''})}",
+                where="program",
+            )
 
 
 def _derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
@@ -59,27 +64,39 @@ def _derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
     types = [derived[o] if o.meta["grad"] else _neutral(derived[o]) for o in ops]
     if entry is not None or name.startswith("moec."):
         return _moe(program, node, name, types)
-    if types and any(t == V for t in types[0].values()) and name in ("aten.sum", "aten.reshape") and not node.meta["val"].dtype.is_floating_point:
+    if (
+        types
+        and any(t == V for t in types[0].values())
+        and name in ("aten.sum", "aten.reshape")
+        and not node.meta["val"].dtype.is_floating_point
+    ):
         return types[0]  # bookkeeping on counts, which every rank does for its own rows
     rule = rule_for(node)
     out: list[Types] = [{} for _ in rule.results]
     for axis in program.mesh.names:
         on_axis = [Operand(t[axis], not o.meta["grad"], o.op == "placeholder") for o, t in zip(ops, types, strict=True)]
         recorded = node.meta["types"][0] if isinstance(node.meta["types"], list) else node.meta["types"]
-        made = {f for f in rule.created if recorded[axis].kind == "S" and rule.results[0].index(f) == recorded[axis].dim}
+        made = {
+            f for f in rule.created if recorded[axis].kind == "S" and rule.results[0].index(f) == recorded[axis].dim
+        }
         if rule.created and not any(f in d for d in rule.operands for f in rule.results[0] if f):
             on_axis = [Operand(R, True)] * len(ops)  # creation: an operand is metadata
         targets, results = solve(rule, on_axis, frozenset(made))
         for o, want in zip(on_axis, targets, strict=True):
-            same = o.type == want or o.neutral and o.type.kind in "IR" and want.kind in "IR"
+            same = o.type == want or (o.neutral and o.type.kind in "IR" and want.kind in "IR")
             if not same:
-                raise MoecError(f"{node.format_node()} needs an operand of type {want} on {axis}, and gets {o.type}",
-                                where=node.meta.get("where", ""))
+                raise MoecError(
+                    f"{node.format_node()} needs an operand of type {want} on {axis}, and gets {o.type}",
+                    where=node.meta.get("where", ""),
+                )
         for r, t in zip(out, results, strict=True):
             r[axis] = t
     if name in ("aten.split", "aten.split_with_sizes"):
         dim = (node.args[2] if len(node.args) > 2 else 0) % node.args[0].meta["val"].ndim
-        out = [{a: S(dim) if t.kind == "S" and t.dim == dim and t.parts == len(out) else t for a, t in r.items()} for r in out]
+        out = [
+            {a: S(dim) if t.kind == "S" and t.dim == dim and t.parts == len(out) else t for a, t in r.items()}
+            for r in out
+        ]
     return out if isinstance(node.meta["val"], (tuple, list)) else out[0]
 
 
@@ -91,7 +108,9 @@ def _convert(program: Program, node: fx.Node, source: Types, entry) -> Types:
         expected = S(dim) if entry.source == "S" else Type(entry.source)
         neutral = not node.args[0].meta["grad"] and source[axis].kind in "IR" and expected.kind in "IR"
         if source[axis] != expected and not neutral:
-            raise MoecError(f"{node.name} ({entry.kind}) is fed {source[axis]} on {axis}", where=node.meta.get("where", ""))
+            raise MoecError(
+                f"{node.name} ({entry.kind}) is fed {source[axis]} on {axis}", where=node.meta.get("where", "")
+            )
         out[axis] = S(to_dim) if entry.dest == "S" else Type(entry.dest)
     return out
 
@@ -101,8 +120,10 @@ def _moe(program: Program, node: fx.Node, name: str, types: list[Types]) -> Type
 
     def require(have: Type, want: tuple[Type, ...], axis: str) -> None:
         if have not in want:
-            raise MoecError(f"{node.format_node()} has an operand of type {have} on {axis}, not {' or '.join(map(str, want))}",
-                            where=node.meta.get("where", ""))
+            raise MoecError(
+                f"{node.format_node()} has an operand of type {have} on {axis}, not {' or '.join(map(str, want))}",
+                where=node.meta.get("where", ""),
+            )
 
     out: Types = {}
     for axis in program.mesh.axes:
@@ -158,7 +179,10 @@ def _agree(node: fx.Node, derived, recorded) -> None:
         for axis in r:
             # Without a gradient I and R are one type.
             if d[axis] != r[axis] and not (d[axis].kind in "IR" and r[axis].kind in "IR" and not _has_grad(node)):
-                raise MoecError(f"{node.format_node()} is recorded as {show(r)}, and follows as {show(d)}", where=node.meta.get("where", ""))
+                raise MoecError(
+                    f"{node.format_node()} is recorded as {show(r)}, and follows as {show(d)}",
+                    where=node.meta.get("where", ""),
+                )
 
 
 def _has_grad(node: fx.Node) -> bool:

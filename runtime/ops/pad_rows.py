@@ -2,9 +2,10 @@
 
 Legend: T rows, M multiple, H width.
 
-``pad_rows(x_TH, multiple, fill) -> y`` appends rows of ``fill`` until ``multiple`` divides the rows (tokens that tp ranks are to
-share, padded with id −1).  ``take_rows(x, rows) -> x[:rows]``.  Padded rows get no gradient, taken-away rows zero gradient:
-each one's backward is the other.  Every rank pads and takes for itself, whatever shard of a larger tensor it holds.
+``pad_rows(x_TH, multiple, fill) -> y`` appends rows of ``fill`` until ``multiple`` divides the rows (tokens that tp
+ranks are to share, padded with id −1).  ``take_rows(x, rows) -> x[:rows]``.  Padded rows get no gradient, taken-away
+rows zero gradient: each one's backward is the other.  Every rank pads and takes for itself, whatever shard of a larger
+tensor it holds.
 """
 
 from __future__ import annotations
