@@ -156,7 +156,8 @@ def _flow(program: Program) -> list[Tag]:
         if name in ("aten.split", "aten.split_with_sizes"):
             dim = (node.args[2] if len(node.args) > 2 else 0) % len(shape(ops[0]))
             for t in arriving[0].get(dim, ()):
-                tags[t].parts = split_parts(node)
+                parts = tags[t].parts = split_parts(node)
+                tags[t].sizes = {size // parts: w for size, w in tags[t].sizes.items()}  # each part is cut on its own
         if gemm is not None:
             out_dim = len(shape(node)) - 1
             tags.append(Tag(node, gemm, sizes={_size(node, out_dim): node.meta.get("where", "")}))
@@ -271,13 +272,8 @@ def _decide(program: Program, union: list[Tag], out: Layout) -> None:
         for size, where in t.sizes.items():
             if size:
                 out.limits.append(
-                    Limit(
-                        role,
-                        size // t.parts if t.parts > 1 and size % t.parts == 0 else size,
-                        "heads or width",
-                        where,
-                        "a sharded dim of this size must be cut evenly",
-                    )
+                    Limit(role, size, "heads or width", where, "a sharded dim of this size must be cut evenly")
+                )
                 )
 
 
