@@ -22,11 +22,9 @@ from torch import Tensor, fx
 
 from moec.program import Program, op_name
 
-SAME_VALUES = frozenset(
-    f"aten.{n}"
-    for n in "alias clone contiguous detach expand flatten lift_fresh_copy permute reshape squeeze t transpose unflatten "
-    "unsqueeze view _to_copy _unsafe_view".split()
-)
+_MOVES = """alias clone contiguous detach expand flatten lift_fresh_copy permute reshape squeeze t transpose unflatten
+unsqueeze view _to_copy _unsafe_view"""
+SAME_VALUES = frozenset(f"aten.{n}" for n in _MOVES.split())
 PADDED = frozenset({"aten.pad", "aten.constant_pad_nd"})
 """They add values, all alike; where they pad is replayed, so that a slice behind them means what it says."""
 
@@ -90,7 +88,7 @@ def _asked(node: fx.Node) -> Iterator[tuple[fx.Node, Bound]]:
 
 
 def _trace(node: fx.Node) -> tuple[fx.Node, tuple[tuple[Any, tuple[Any, ...]], ...]] | None:
-    """The placeholder that ``node``'s values come from, and the slices and pads on the way; None if there is more to it."""
+    """The placeholder that ``node`` moves the values of, and the slices and pads on the way; None if there is more."""
     steps: list[tuple[Any, tuple[Any, ...]]] = []
     while node.op == "call_function":
         name = op_name(node)

@@ -86,7 +86,9 @@ def routing_counts(ref: nn.Module, data: dict[str, Tensor]) -> dict[str, Tensor]
 
         return hook
 
-    hooks = [m.register_forward_hook(watch(n.rpartition(".")[0])) for n, m in ref.named_modules() if n.endswith(".gate")]
+    hooks = [
+        m.register_forward_hook(watch(n.rpartition(".")[0])) for n, m in ref.named_modules() if n.endswith(".gate")
+    ]
     with torch.no_grad():
         ref(**data)
     for h in hooks:
@@ -104,8 +106,8 @@ compiler_capture = compiler.capture
 
 
 def parallelize(kind: str, model: nn.Module, plan: moec.Plan, data: dict[str, Tensor]) -> moec.ParallelModule:
-    """``moec.parallelize``, with one capture of each kind of model in each process: a capture knows nothing of the plan,
-    and is most of the time that compiling takes."""
+    """``moec.parallelize``, with one capture of each kind of model in each process: it knows nothing of the plan, and
+    is most of the time that compiling takes."""
 
     def capture(model, args, kwargs, *, training, inputs=None, loss_fn=None):
         assert not args and inputs is None and loss_fn is None

@@ -1,7 +1,4 @@
-"""Four gloo processes against one device: loss, every gradient, three optimizer steps, expert loads, on a grid of plans.
-
-Measured worst cases on the clean code are beside the tolerances.
-"""
+"""Four gloo processes against one device, on a grid of plans: loss, every gradient, three optimizer steps, expert loads."""
 
 import grid
 import pytest
@@ -45,7 +42,7 @@ def trains_like_one_device(rank, world, kind, degrees):
     return {"loss": loss_error, "grad": grad_error, "norm": norm_error, "params": grid.worst_value(model, ref)}
 
 
-@pytest.mark.parametrize("degrees", grid.PLANS, ids=lambda d: "dp%d-tp%d-ep%d-etp%d" % d)
+@pytest.mark.parametrize("degrees", grid.PLANS, ids="dp{0[0]}-tp{0[1]}-ep{0[2]}-etp{0[3]}".format)
 @pytest.mark.parametrize("kind", grid.KINDS)
 def test_trains_like_one_device(gloo4, kind, degrees):
     results = gloo4.run(trains_like_one_device, kind, degrees, timeout=110)

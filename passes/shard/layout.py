@@ -274,7 +274,6 @@ def _decide(program: Program, union: list[Tag], out: Layout) -> None:
                 out.limits.append(
                     Limit(role, size, "heads or width", where, "a sharded dim of this size must be cut evenly")
                 )
-                )
 
 
 def _place(out: Layout, placeholder: str, role: str, t: Type, why: str) -> None:
