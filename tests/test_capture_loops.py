@@ -190,6 +190,24 @@ class PicksUp(Model):
         return {**out, "loss": out["loss"] + self.layers[0].load}
 
 
+class Appends(KeepsLoss):
+    def forward(self, x):
+        out = super().forward(x)
+        self.box = [self.load]
+        return out
+
+
+class PicksFromList(Model):
+    def forward(self, ids, labels=None):
+        out = super().forward(ids, labels)
+        return {**out, "loss": out["loss"] + self.layers[0].box[0]}
+
+
+def test_observed_values_never_become_constants():
+    with pytest.raises(MoecError, match="cannot follow"):
+        capture(PicksFromList(Appends()), (), example(), training=True)
+
+
 def test_statistics_left_in_an_attribute_are_computed_in_the_graph():
     model = PicksUp(KeepsLoss()).double()
     program = capture(model, (), example(), training=True)

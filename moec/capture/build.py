@@ -104,6 +104,7 @@ def build(
         if kinds[node.name].kind.name == "CONSTANT_TENSOR":
             target = "c_" + _safe(kinds[node.name].target.removeprefix("model."))
             constants[target] = exported.constants[kinds[node.name].target].detach()
+            _refuse_recorded(constants[target], blocks)
             module.register_buffer(target, constants[target], persistent=False)
             env[node] = graph.get_attr(target)
             env[node].meta["val"] = node.meta["val"]
@@ -177,6 +178,21 @@ def _refuse_writes(exported: torch.export.ExportedProgram) -> None:
                 where=name,
                 way_out="write to a copy of it, or keep such statistics outside of the model",
             )
+
+
+def _refuse_recorded(constant: Tensor, blocks: Blocks) -> None:
+    """What was observed must not become part of the graph: a block that hands values of its loop to the outside in a way
+    that capture does not see (a list, a closure) would freeze them."""
+    for path, r in blocks.raised.items():
+        tape = r.guide.tape
+        for v in r.guide.found.tainted | r.guide.found.outs:
+            t = tape.values[v]
+            if t is not None and t.numel() and t.untyped_storage().data_ptr() == constant.untyped_storage().data_ptr():
+                raise MoecError(
+                    "hands values of its routing to the rest of the model in a way that capture cannot follow",
+                    where=path,
+                    way_out="return it from the block's forward, or keep it in an attribute of the block",
+                )
 
 
 # 1, 2 ---------------------------------------------------------------------------------------------------------------
