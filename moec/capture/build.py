@@ -181,8 +181,8 @@ def _refuse_writes(exported: torch.export.ExportedProgram) -> None:
 
 
 def _refuse_recorded(constant: Tensor, blocks: Blocks) -> None:
-    """What was observed must not become part of the graph: a block that hands values of its loop to the outside in a way
-    that capture does not see (a list, a closure) would freeze them."""
+    """What was observed must not become part of the graph: a block that hands values of its loop to the
+    outside in a way that capture does not see (a list, a closure) would freeze them."""
     for path, r in blocks.raised.items():
         tape = r.guide.tape
         for v in r.guide.found.tainted | r.guide.found.outs:
