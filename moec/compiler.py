@@ -25,7 +25,9 @@ from moec.passes.normalize import normalize
 from moec.passes.raise_moe import raise_moe
 from moec.passes.shard import shard
 from moec.plan import Plan
+from moec.preflight import agree, digest
 from moec.program import Program
+from moec.runtime.errors import MoecError
 from moec.runtime.groups import Groups
 
 PIPELINE: tuple[Pass, ...] = (normalize, raise_moe, shard, lower)
@@ -72,28 +74,53 @@ def parallelize(
         dump: directory for the readable graph after every pass (also ``MOEC_DUMP``).
 
     Raises:
-        MoecError: before any collective, on all ranks alike, when the model or the plan cannot be taken.
+        MoecError: on all ranks, when the model or the plan cannot be taken by one of them, or they differ.
     """
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    groups: Groups | None = None
-    plan.validate(world)
     args, kwargs = tuple(example_inputs), dict(example_kwargs or {})
-    if not args and not kwargs:
-        args, kwargs = dummy_examples(model, training=model.training)
-    # Other kinds of calls are compiled later: keep the model's structure, not its storage.
-    bare = replica(
-        model, lambda t, is_param: t.detach().to("meta") if is_param else t.detach(), training=model.training
-    )
+    bare: nn.Module | None = None
 
     def compile_fn(training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-        program = compile_program(bare, plan, world, args, kwargs, training=training, loss_fn=loss_fn, dump=dump)
-        if groups is None:
-            return program
-        keys = sorted(group_keys(program))
+        assert bare is not None
+        return compile_program(bare, plan, world, args, kwargs, training=training, loss_fn=loss_fn, dump=dump)
+
+    # Nothing up to here and in the next lines communicates, so whatever goes wrong, no rank waits for another one.
+    first, error = None, None
+    try:
+        _needs_a_world(plan, world)
+        plan.validate(world)
+        if not args and not kwargs:
+            args, kwargs = dummy_examples(model, training=model.training)
+        # Other kinds of calls are compiled later: keep the model's structure, not its storage.
+        bare = replica(
+            model, lambda t, is_param: t.detach().to("meta") if is_param else t.detach(), training=model.training
+        )
+        first = compile_fn(model.training, args, kwargs)
+    except Exception as e:  # the other ranks must hear of it
+        if world == 1:
+            raise
+        error = e
+    if world == 1:
+        assert first is not None
+        return ParallelModule(model, first, None, compile_fn, args, kwargs)
+    agree(f"plan {plan.to_dict()}, program {digest(first and first.render()):x}", error, "parallelize")
+    assert first is not None
+    groups = Groups(first.mesh)
+
+    def bind_fn(program: Program) -> Program:
+        keys = sorted(group_keys(program) - {""})
         groups.ensure(keys)
         return bind(program, {k: groups.name(k) for k in keys})
 
-    if world > 1:
-        groups = Groups(plan.mesh(world))
-    first = compile_fn(model.training, args, kwargs)
-    return ParallelModule(model, first, groups, compile_fn, args, kwargs)
+    return ParallelModule(model, bind_fn(first), groups, compile_fn, args, kwargs, bind_fn)
+
+
+def _needs_a_world(plan: Plan, world: int) -> None:
+    asked = [d for d in (plan.dp, plan.tp, plan.ep, plan.etp) if isinstance(d, int) and d > 1]
+    if asked and world == 1 and not (dist.is_available() and dist.is_initialized()):
+        raise MoecError(
+            f"the plan {plan.to_dict()} asks for more ranks than one, and there is no process group",
+            where="plan",
+            way_out="start one process a rank (torchrun) and call torch.distributed.init_process_group first; "
+            "moec.check and moec.compile_program need neither",
+        )

@@ -29,7 +29,7 @@ from moec.epilogue import Reduction, enter, to_local
 from moec.inputs import Call, bind, canonical
 from moec.placement import R, Types, show
 from moec.preflight import Report, alone, exchange, local_problems, values_digest
-from moec.program import ParamSpec, Program
+from moec.program import EQUAL_LENGTHS, ParamSpec, Program
 from moec.runtime.errors import MoecError
 from moec.runtime.groups import Groups
 from moec.runtime.mesh import Mesh
@@ -58,7 +58,8 @@ class ParallelModule(nn.Module):
     source: the user's model, the same on all ranks (checked), on the meta device or with values.
     program: the lowered program of the first call.
     groups: process groups of ``program.mesh``; None with one rank.
-    compile_fn: compiles the program of another kind of call.
+    compile_fn: compiles the program of another kind of call; communicates nothing.
+    bind_fn: ties what ``compile_fn`` returned to process groups; collective.
     example_args, example_kwargs: the call that ``program`` was captured from.
     """
 
@@ -70,6 +71,7 @@ class ParallelModule(nn.Module):
         compile_fn: CompileFn,
         example_args: tuple[Any, ...] = (),
         example_kwargs: Mapping[str, Any] | None = None,
+        bind_fn: Callable[[Program], Program] = lambda program: program,
     ) -> None:
         super().__init__()
         self._mesh: Mesh = program.mesh
@@ -77,6 +79,7 @@ class ParallelModule(nn.Module):
         self._rank = self._check_world()
         self._signature = inspect.signature(source.forward)
         self._compile_fn = compile_fn
+        self._bind_fn = bind_fn
         self._slots: dict[str, Slot] = {}
         self._names: dict[str, tuple[str, int | None]] = {}
         self._build_tree(source, program)
@@ -240,6 +243,7 @@ class ParallelModule(nn.Module):
         except MoecError as e:
             raise e from error
         assert program is not None
+        program = self._bind_fn(program)
         if self._groups is not None:
             self._groups.ensure(set(program.grad_reductions.values()) - {""})
         self._programs[key] = program
@@ -262,6 +266,7 @@ class ParallelModule(nn.Module):
             report.shapes = {path: tuple(x.shape) for path, _, x in found}
             batched = [(p, s.batch_dim, x) for p, s, x in found if s.batch_dim is not None and s.batch_dim < x.ndim]
             report.batch = {path: x.shape[dim] for path, dim, x in batched}
+            report.equal_lengths = EQUAL_LENGTHS in program.facts
             report.values = values_digest(x for _, _, x in found) if self._mesh.role("tp") else 0
         self._agree(report)
         return {spec.placeholder: call.tensors[path] for path, spec in specs}

@@ -38,9 +38,12 @@ class Report:
     """Input path -> size of its batch dim."""
     values: int = 0
     """Digest of the integer inputs."""
+    equal_lengths: bool = False
+    """The program computes with the global number of tokens: shapes must be equal on all ranks."""
 
     def vector(self) -> list[int]:
-        return [int(not self.problems), _digest(self.key), _digest(self.batch), _digest(self.shapes), self.values]
+        alike = digest((self.batch, self.shapes if self.equal_lengths else None))
+        return [int(not self.problems), digest(self.key), alike, digest(self.shapes), self.values]
 
 
 def local_problems(
@@ -96,6 +99,25 @@ def exchange(report: Report, mesh: Mesh, device: torch.device) -> None:
     raise _verdict(reports, tp_groups)
 
 
+def agree(key: str, error: Exception | None, where: str) -> None:
+    """Collective over the world, needs no mesh yet: return if no rank has an error and all keys are equal.
+
+    Else every rank raises: its own error where all have the same one, an account of the ranks where they differ.
+    """
+    text = None if error is None else str(error) if isinstance(error, MoecError) else f"{type(error).__name__}: {error}"
+    mine = (key, text)
+    gathered: list[tuple[str, str | None]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    errors = _by_value([e for _, e in gathered])
+    if len(errors) == 1 and error is not None:
+        raise error
+    way_out = "every rank passes the same model, plan and kind of examples"
+    if len(errors) > 1:
+        raise _error([f"{_ranks(ranks)}: {e}" for e, ranks in errors if e is not None], where, way_out) from error
+    if len(keys := _by_value([k for k, _ in gathered])) > 1:
+        raise _error([f"the ranks differ: {_listed(keys)}"], where, way_out)
+
+
 def values_digest(tensors: Iterable[Tensor]) -> int:
     """One number for the values of all integer tensors (position-dependent); floating-point ones are left out."""
     total = 0
@@ -123,6 +145,11 @@ def _verdict(reports: list[Report], tp_groups: tuple[tuple[int, ...], ...]) -> M
         problems.append("the ranks make different calls: " + _listed(calls))
     elif len(batches := _by_value([r.batch for r in reports])) > 1:
         problems.append("the batch size differs between ranks: " + _listed(batches))
+    elif reports[0].equal_lengths and len(all_shapes := _by_value([r.shapes for r in reports])) > 1:
+        problems.append(
+            "shapes differ between ranks, and this model computes with the number of tokens, so that all ranks need "
+            "the same: " + _listed(all_shapes)
+        )
     for group in tp_groups:
         if len(shapes := _by_value([reports[r].shapes for r in group], group)) > 1:
             problems.append(f"shapes differ inside the tp group {list(group)}: {_listed(shapes)}")
@@ -167,7 +194,7 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _digest(value: object) -> int:
+def digest(value: object) -> int:
     raw = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
     return int.from_bytes(raw, "little", signed=True)
 

@@ -29,6 +29,10 @@ from moec.runtime.mesh import Mesh
 from moec.runtime.torch_compat import OpOverload
 
 
+EQUAL_LENGTHS = "equal_lengths"
+"""Fact: the program computes with the global number of tokens, so all ranks must pass inputs of the same shape."""
+
+
 @dataclass(frozen=True)
 class ParamSpec:
     """A parameter or buffer placeholder.

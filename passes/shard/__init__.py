@@ -26,20 +26,20 @@ from moec.passes.contract import Pass, PassContract
 from moec.passes.shard import layout as layouts
 from moec.passes.shard.convert import Converter
 from moec.passes.shard.experts import Experts
-from moec.passes.shard.rules import is_getitem, operands, rule_for, shape
+from moec.passes.shard.rules import is_creation, is_getitem, operands, rule_for, shape
 from moec.passes.shard.sizes import Sizes
 from moec.passes.shard.solve import Operand, solve
 from moec.placement import I, P, R, S, Type, Types, V
 from moec.plan import Plan
-from moec.program import OutputSpec, Program, op_name
+from moec.program import EQUAL_LENGTHS, OutputSpec, Program, op_name
 from moec.runtime.errors import MoecError
+from moec.runtime.torch_compat import OpOverload, expr
 
 aten = torch.ops.aten
 
 SIZED = {"aten.reshape": 1, "aten.view": 1, "aten.expand": 1, "aten.zeros": 0, "aten.ones": 0, "aten.full": 0,
          "aten.empty": 0, "aten.new_zeros": 1, "aten.new_ones": 1, "aten.new_full": 1, "aten.new_empty": 1}  # fmt: skip
 """op -> position of its size argument."""
-CREATION = {k for k in SIZED if k not in ("aten.reshape", "aten.view", "aten.expand")}
 
 
 class Sharder:
@@ -51,6 +51,8 @@ class Sharder:
         self.convert = Converter(self.graph, self.mesh)
         self.experts = Experts(self)
         self.counts: dict[str, fx.Node] = {}
+        self.token_counts: list[fx.Node] = []
+        """Global counts of more than the batch (B·S): equal on all ranks only if their sequence lengths are."""
 
     def run(self) -> Program:
         layout = layouts.infer(self.program, self.plan)  # 1
@@ -68,6 +70,11 @@ class Sharder:
                 with self.graph.inserting_before(node):
                     self._outputs(node)  # 5
         self.graph.eliminate_dead_code()
+        # A value computed from such a count (a mean written as x.sum() / x.shape[0]) ties the ranks' lengths together.
+        if any(
+            isinstance(u.target, OpOverload) or u.target is torch.sym_float for n in self.token_counts for u in n.users
+        ):
+            self.program.facts.add(EQUAL_LENGTHS)
         self.graph.lint()
         self.program.module.recompile()
         return self.program
@@ -169,14 +176,20 @@ class Sharder:
         self.graph.erase_node(node)
 
     def _global_size(self, node: fx.Node) -> None:
-        """Integers of the graph keep their global meaning; those that are local from now on are re-emitted."""
-        if not isinstance(node.meta.get("val"), (int, torch.SymInt)):
+        """Numbers of the graph keep their global meaning; those that are local from now on are re-emitted."""
+        val = node.meta.get("val")
+        if isinstance(val, (float, torch.SymFloat)):
+            node.meta["types"] = None  # computed from integers that have been re-emitted
+            return
+        if not isinstance(val, (int, torch.SymInt)):
             raise MoecError(
                 f"{node.target} yields a {type(node.meta.get('val')).__name__}", where=node.meta.get("where", "")
             )
-        value = self.sizes.local(node.meta["val"])
+        value = self.sizes.local(val)
         if value is node:
             return
+        if isinstance(value, fx.Node) and self.sizes.carries_batch(val) and len(expr(val).free_symbols) > 1:
+            self.token_counts.append(value)
         for user in list(node.users):
             user.args = fx.node.map_aggregate(user.args, lambda a: value if a is node else a)
             user.kwargs = fx.node.map_aggregate(user.kwargs, lambda a: value if a is node else a)
@@ -196,7 +209,7 @@ class Sharder:
         results: list[Types] = [{} for _ in vals]
         for a in self.mesh.names:
             on_axis = [Operand(o.meta["types"][a], not o.meta["grad"], o.op == "placeholder") for o in ops]
-            if name in CREATION:
+            if is_creation(node):
                 on_axis = [Operand(R, True)] * len(ops)
             wanted = frozenset(creates) if a in self.dp else frozenset()
             into, out = solve(rule, on_axis, wanted)
@@ -204,12 +217,12 @@ class Sharder:
                 t[a] = x
             for t, x in zip(results, out, strict=True):
                 t[a] = x
-        if name not in CREATION:
+        if not is_creation(node):
             new = iter([self.convert(o, t) for o, t in zip(ops, targets, strict=True)])
             node.args, node.kwargs = fx.node.map_arg(
                 (node.args, node.kwargs), lambda n: next(new) if isinstance(n.meta.get("val"), torch.Tensor) else n
             )
-        grad = any(o.meta["grad"] for o in ops) and name not in CREATION and name != "aten.detach"
+        grad = any(o.meta["grad"] for o in ops) and not is_creation(node) and name != "aten.detach"
         results = self._split_parts(node, name, results)
         # Integers have no gradient: I and R are the same, and R is how it is written.
         results = [

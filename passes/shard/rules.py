@@ -346,6 +346,28 @@ def _creation(node: fx.Node) -> Rule:
     )
 
 
+def _histogram(node: fx.Node) -> Rule:
+    """Counts over all elements: a part of the elements gives a part of the counts."""
+    return Rule((tuple(f"f{i}" for i in range(len(shape(operands(node)[0])))),), ((None,),))
+
+
+def _repeat_interleave(node: fx.Node) -> Rule:
+    """Each element so many times in a row: a contiguous part repeats to a contiguous part."""
+    names = tuple(f"f{i}" for i in range(len(shape(operands(node)[0]))))
+    if len(node.args) < 3 or node.args[2] is None or not isinstance(node.args[1], int):
+        return Rule((names,), tuple((None,) for _ in _result_shapes(node)), frozenset(names))
+    return Rule((names,), (names,), carries="linear")
+
+
+def _scatter_add(node: fx.Node) -> Rule:
+    """self[index] += src along one dim: a part of (index, src) gives a part of the sums, if self is zeros."""
+    rank, dim = len(shape(node.args[0])), node.args[1]
+    base: Dims = tuple("d" if i == dim % rank else f"f{i}" for i in range(rank))
+    added: Dims = tuple("x" if i == dim % rank else f"f{i}" for i in range(rank))
+    from_zeros = op_name(node.args[0]) in ("aten.zeros", "aten.new_zeros", "aten.zeros_like")
+    return Rule((base, added, added), (base,), frozenset({"d"} if from_zeros else {"d", "x"}))
+
+
 def _one_hot(node: fx.Node) -> Rule:
     names = tuple(f"f{i}" for i in range(len(shape(operands(node)[0]))))
     return Rule((names,), (names + (None,),))
@@ -402,7 +424,8 @@ _RULES: dict[str, Callable[[fx.Node], Rule]] = {
     "aten.select": _select, "aten.split": _split, "aten.split_with_sizes": _split,
     "aten.constant_pad_nd": _pad, "aten.pad": _pad,
     # lookups
-    "aten.embedding": _embedding, "aten.index": _index, "aten.one_hot": _one_hot,
+    "aten.embedding": _embedding, "aten.index": _index, "aten.one_hot": _one_hot, "aten.scatter_add": _scatter_add, "aten.histc": _histogram,
+    "aten.bincount": _histogram, "aten.repeat_interleave": _repeat_interleave,
     # blocks
     "aten.scaled_dot_product_attention": _attention, "aten.cross_entropy_loss": _cross_entropy,
     "aten.layer_norm": _norm, "aten.rms_norm": _norm, "aten._fused_rms_norm": _norm,
@@ -413,6 +436,11 @@ _RULES: dict[str, Callable[[fx.Node], Rule]] = {
     "moec.grouped_add": einsum("!t m, !e m, !e -> !t m", carries="none"),
 }
 # fmt: on
+
+
+def is_creation(node: fx.Node) -> bool:
+    """Makes a value from nothing: a tensor operand (``new_zeros``) is only metadata."""
+    return op_name(node).removeprefix("aten.") in _CREATION
 
 
 def is_getitem(node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from moec.passes.shard.rules import is_getitem, operands, rule_for
+from moec.passes.shard.rules import is_creation, is_getitem, operands, rule_for
 from moec.passes.shard.solve import Operand, solve
 from moec.placement import I, P, R, S, Type, Types, V, show
 from moec.program import Program, op_name
@@ -79,8 +79,8 @@ def _derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
         made = {
             f for f in rule.created if recorded[axis].kind == "S" and rule.results[0].index(f) == recorded[axis].dim
         }
-        if rule.created and not any(f in d for d in rule.operands for f in rule.results[0] if f):
-            on_axis = [Operand(R, True)] * len(ops)  # creation: an operand is metadata
+        if is_creation(node):
+            on_axis = [Operand(R, True)] * len(ops)  # an operand is metadata
         targets, results = solve(rule, on_axis, frozenset(made))
         for o, want in zip(on_axis, targets, strict=True):
             same = o.type == want or (o.neutral and o.type.kind in "IR" and want.kind in "IR")
