@@ -18,7 +18,7 @@ import copy
 import difflib
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -27,7 +27,6 @@ from torch.utils import _pytree as pytree
 from moec.placement import Types, show
 from moec.runtime.mesh import Mesh
 from moec.runtime.torch_compat import OpOverload
-
 
 EQUAL_LENGTHS = "equal_lengths"
 """Fact: the program computes with the global number of tokens, so all ranks must pass inputs of the same shape."""
@@ -67,8 +66,8 @@ class InputSpec:
     dtype: torch.dtype
     static: tuple[int | None, ...] = ()
     """Per dim the size that capture baked in, or None where any size will do."""
-    bounds: tuple[Bound, ...] = ()
-    """What the graph asks of an integer input's values (``moec.bounds``)."""
+    bounds: tuple[Any, ...] = ()
+    """What the graph asks of an integer input's values (``moec.bounds.Bound``)."""
 
 
 @dataclass(frozen=True)

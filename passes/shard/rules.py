@@ -425,7 +425,8 @@ _RULES: dict[str, Callable[[fx.Node], Rule]] = {
     "aten.constant_pad_nd": _pad, "aten.pad": _pad,
     # lookups
     "aten.embedding": _embedding, "aten.index": _index, "aten.one_hot": _one_hot,
-    "aten.scatter_add": _scatter_add, "aten.histc": _histogram, "aten.bincount": _histogram, "aten.repeat_interleave": _repeat_interleave,
+    "aten.scatter_add": _scatter_add, "aten.histc": _histogram, "aten.bincount": _histogram,
+    "aten.repeat_interleave": _repeat_interleave,
     # blocks
     "aten.scaled_dot_product_attention": _attention, "aten.cross_entropy_loss": _cross_entropy,
     "aten.layer_norm": _norm, "aten.rms_norm": _norm, "aten._fused_rms_norm": _norm,
