@@ -246,11 +246,11 @@ def _bytes(program: Program, node, values, use) -> int:
     dp, dealt = mesh.size(mesh.role("dp")), mesh.size([a for a, t in use.meta["types"].items() if t.kind == "V"])
     everywhere = {s: n * dp if s in program.batch_symbols else n for s, n in values.items()}
     shape = []
-    for local, recorded in zip(val.shape, node.meta["val"].shape, strict=True):
+    for dim, local in enumerate(val.shape):
         if all(str(s) in values for s in expr(local).free_symbols):
             shape.append(_number(local, values))
         else:  # rows that the exchange deals out: under uniform routing as many as every other rank's
-            shape.append(-(-_number(recorded, everywhere) // dealt))
+            shape.append(-(-_number(node.meta["val"].shape[dim], everywhere) // dealt))
     return prod(shape) * val.dtype.itemsize
 
 

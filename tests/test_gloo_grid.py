@@ -1,4 +1,4 @@
-"""Four gloo processes against one device, on a grid of plans: loss, every gradient, three optimizer steps, expert loads."""
+"""Four gloo processes against one device, on a grid of plans: loss, gradients, three optimizer steps, expert loads."""
 
 import grid
 import pytest
