@@ -71,7 +71,10 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> moec.Plan:
-    data = moec.Plan.from_yaml(args.plan.read_text()).to_dict() if args.plan else {}
+    try:
+        data = moec.Plan.from_yaml(args.plan.read_text()).to_dict() if args.plan else {}
+    except OSError as e:
+        raise MoecError(f"cannot read the plan: {e}", where="command line") from None
     data.update({k: v for k in ("dp", "tp", "ep", "etp") if (v := getattr(args, k)) is not None})
     return moec.Plan.from_dict(data)
 
