@@ -8,13 +8,13 @@ Contract
 
 Rewrites
     1. Drop what only guards or copies: metadata asserts, clones, aliases, no-op slices, casts to the same dtype,
-       ``x + 0``.
-    2. ``view``, ``_unsafe_view``, ``squeeze``, ``flatten`` become ``reshape``: whether a view is possible depends on
+       ``x + 0``; ``type_as`` becomes a cast.
+    2. ``view``, ``_unsafe_view``, ``squeeze``, ``(un)flatten`` become ``reshape``: whether a view is possible depends on
        strides, which sharding changes.  ``pad`` becomes ``constant_pad_nd``, ``chunk`` becomes ``split``,
        ``copy(new_empty, x)`` its source.
     3. An index by ``arange`` over the first dim is a batch dim, not a lookup: ``x[arange(B)[:, None], j]`` with j free
        of b becomes ``x[:, j]``, so that the batch can be sharded there.
-    4. A mean that runs over the batch becomes sum / count, the mean cross entropy too: local sums and local counts add
+    4. A mean that runs over the batch becomes sum / count, the mean of a loss too: local sums and local counts add
        up over ranks, whatever each rank's share (ignored labels, other lengths) is.
 """
 
@@ -99,6 +99,16 @@ def _cast(program: Program, node: fx.Node) -> None:
         _replace(node, node.args[0])
 
 
+def _type_as(program: Program, node: fx.Node) -> None:
+    """The other tensor is only asked for its dtype (and device)."""
+    x, other = (a.meta["val"] for a in node.args[:2])
+    if x.dtype == other.dtype and x.device == other.device:
+        _replace(node, node.args[0])
+    else:
+        kwargs = {"dtype": other.dtype} | ({"device": other.device} if x.device != other.device else {})
+        _replace(node, _new(node, aten._to_copy.default, (node.args[0],), node.meta["val"], **kwargs))
+
+
 def _add(program: Program, node: fx.Node) -> None:
     x, other = node.args[:2]
     if isinstance(other, int) and other == 0 and x.meta["val"].dtype == node.meta["val"].dtype:
@@ -113,7 +123,7 @@ def _reshape(program: Program, node: fx.Node) -> None:
     if [expr(s) for s in x.meta["val"].shape] == [expr(s) for s in shape]:
         _replace(node, x)
         return
-    if op_name(node) == "aten.flatten" or op_name(node).endswith("squeeze"):
+    if op_name(node) in ("aten.flatten", "aten.unflatten", "aten.squeeze"):
         # One -1 at most; sizes that remain symbolic are sizes of x (flatten merges into one dim, squeeze into none).
         symbolic = [s for s in shape if not isinstance(s, int)]
         merged = next(
@@ -216,6 +226,43 @@ def _mean(program: Program, node: fx.Node) -> None:
     _replace(node, _new(node, aten.div.Tensor, (total, count), node.meta["val"]))
 
 
+def _elementwise_loss(program: Program, node: fx.Node) -> None:
+    """mse_loss and the like: the loss of every element, then its mean or sum."""
+    at = 4 if op_name(node) == "aten.binary_cross_entropy_with_logits" else 2
+    reduction = node.args[at] if len(node.args) > at else node.kwargs.get("reduction", 1)
+    if reduction == 0:
+        return
+    args = [*node.args, *[None] * (at - len(node.args))][:at] + [0, *node.args[at + 1 :]]
+    kwargs = {k: v for k, v in node.kwargs.items() if k != "reduction"}
+    x, target = node.args[:2]
+    each = _new(node, node.target, tuple(args), _fake(lambda a, b: a + b, x, target), **kwargs)
+    if reduction == 2:
+        _replace(node, _new(node, aten.sum.default, (each,), node.meta["val"]))
+        return
+    mean = _new(node, aten.mean.default, (each,), node.meta["val"])
+    _replace(node, mean)
+    _mean(program, mean)
+
+
+def _broadcast(program: Program, node: fx.Node) -> None:
+    """broadcast_tensors: each result is its operand, expanded where it is smaller."""
+    sources = node.args[0]
+    for item in list(node.users):
+        x = sources[item.args[1]]
+        size = item.meta["val"].shape
+        if [expr(s) for s in x.meta["val"].shape] != [expr(s) for s in size]:
+            x = _new(item, aten.expand.default, (x, [_some_size(node, sources, s) for s in size]), item.meta["val"])
+        _replace(item, x)
+    node.graph.erase_node(node)
+
+
+def _some_size(node: fx.Node, sources: list[fx.Node], size):
+    if isinstance(size, int):
+        return size
+    x = next(x for x in sources if any(expr(s) == expr(size) for s in x.meta["val"].shape))
+    return _size_of(node, x, size)
+
+
 def _cross_entropy(program: Program, node: fx.Node) -> None:
     names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
     defaults = (None, None, None, 1, -100, 0.0)
@@ -239,12 +286,14 @@ def _cross_entropy(program: Program, node: fx.Node) -> None:
 _REWRITES: dict[str, Callable[[Program, fx.Node], None]] = {
     "aten._assert_tensor_metadata": _drop, "aten._assert_scalar": _drop, "aten.sym_constrain_range_for_size": _drop,
     "aten.clone": _forward, "aten.alias": _forward, "aten.lift_fresh_copy": _forward, "aten.contiguous": _forward,
-    "aten.slice": _slice, "aten._to_copy": _cast, "aten.add": _add,
+    "aten.slice": _slice, "aten._to_copy": _cast, "aten.type_as": _type_as, "aten.add": _add,
     "aten.view": _reshape, "aten._unsafe_view": _reshape, "aten.reshape": _reshape,
-    "aten.squeeze": _reshape, "aten.flatten": _reshape,
+    "aten.squeeze": _reshape, "aten.flatten": _reshape, "aten.unflatten": _reshape,
     "aten.pad": _pad, "aten.chunk": _chunk, "aten.copy": _copy,
     "aten.index": _index,
-    "aten.mean": _mean, "aten.cross_entropy_loss": _cross_entropy,
+    "aten.mean": _mean, "aten.cross_entropy_loss": _cross_entropy, "aten.broadcast_tensors": _broadcast,
+    "aten.mse_loss": _elementwise_loss, "aten.l1_loss": _elementwise_loss, "aten.smooth_l1_loss": _elementwise_loss,
+    "aten.huber_loss": _elementwise_loss, "aten.binary_cross_entropy_with_logits": _elementwise_loss,
 }  # fmt: skip
 
 CONTRACT = PassContract(

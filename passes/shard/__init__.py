@@ -26,7 +26,7 @@ from moec.passes.contract import Pass, PassContract
 from moec.passes.shard import layout as layouts
 from moec.passes.shard.convert import Converter
 from moec.passes.shard.experts import Experts
-from moec.passes.shard.rules import is_creation, is_getitem, operands, rule_for, shape
+from moec.passes.shard.rules import differentiable, is_creation, is_getitem, operands, rule_for, shape
 from moec.passes.shard.sizes import Sizes
 from moec.passes.shard.solve import Operand, solve
 from moec.placement import I, P, R, S, Type, Types, V
@@ -37,7 +37,7 @@ from moec.runtime.torch_compat import OpOverload, expr
 
 aten = torch.ops.aten
 
-SIZED = {"aten.reshape": 1, "aten.view": 1, "aten.expand": 1, "aten.zeros": 0, "aten.ones": 0, "aten.full": 0,
+SIZED = {"aten.reshape": 1, "aten.expand": 1, "aten.zeros": 0, "aten.ones": 0, "aten.full": 0,
          "aten.empty": 0, "aten.new_zeros": 1, "aten.new_ones": 1, "aten.new_full": 1, "aten.new_empty": 1}  # fmt: skip
 """op -> position of its size argument."""
 
@@ -123,13 +123,13 @@ class Sharder:
             spec = self.program.params.get(node.name)
             if spec is not None:
                 types = layouts.types_of(layout, node.name, self.mesh)
-                grad = spec.requires_grad and spec.dtype.is_floating_point
+                grad = spec.requires_grad and differentiable(spec)
                 # A value without a gradient makes no difference between I and R, but is *stored* as I.
                 self._note(node, node.meta["val"], types, grad)
                 self.program.params[node.name] = replace(spec, types=types)
                 continue
             dim = self.program.inputs[node.name].batch_dim
-            grad = node.meta["val"].dtype.is_floating_point
+            grad = differentiable(node.meta["val"])
             rest = I if grad else R
             types = {a: S(dim) if dim is not None and a in self.dp else rest for a in self.mesh.names}
             self._note(node, node.meta["val"], types, grad)
@@ -160,7 +160,7 @@ class Sharder:
             self._global_size(node)
         elif is_getitem(node):
             parent = node.args[0]
-            grad = parent.meta["grad"] and node.meta["val"].dtype.is_floating_point
+            grad = parent.meta["grad"] and differentiable(node.meta["val"])
             self._note(node, val, parent.meta["types"][node.args[1]], grad)
         elif name == "moec.permute":
             self.experts.permute(node)
@@ -226,14 +226,14 @@ class Sharder:
         results = self._split_parts(node, name, results)
         # Integers have no gradient: I and R are the same, and R is how it is written.
         results = [
-            t if grad and v.dtype.is_floating_point else {a: R if x == I else x for a, x in t.items()}
+            t if grad and differentiable(v) else {a: R if x == I else x for a, x in t.items()}
             for t, v in zip(results, vals, strict=True)
         ]
         self._note(
             node,
             val,
             results if isinstance(val, (tuple, list)) else results[0],
-            grad and any(v.dtype.is_floating_point for v in vals),
+            grad and any(differentiable(v) for v in vals),
         )
         self._localize(node, name)  # 4
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from moec.placement import S, Type, Types
+from moec.placement import I, R, S, Type, Types
 from moec.runtime.collectives import TABLE
 from moec.runtime.errors import MoecError
 from moec.runtime.mesh import Mesh
@@ -35,10 +35,9 @@ class Converter:
         # Start from the variant that is furthest on the way, so that no step is done twice.
         usable = [(t, n) for t, n in variants if all(t[a] in (source[a], target[a]) for a in t)]
         types, value = max(usable, key=lambda v: sum(v[0][a] == target[a] for a in target))
-        for step in _steps(types, target):
-            axes = [a for a in self.mesh.names if (types[a], target[a]) == step and types[a] != target[a]]
+        for axes, step in _steps(types, target, I if node.meta["grad"] else R):
             value = self._emit(value, step, axes)
-            types = {a: target[a] if a in axes else t for a, t in types.items()}
+            types = {a: step[1] if a in axes else t for a, t in types.items()}
             value.meta["types"] = types
             variants.append((types, value))
         return value
@@ -85,11 +84,58 @@ def _settle(src: Type, dst: Type, node: fx.Node) -> Type:
     return dst
 
 
-def _steps(types: Types, target: Types) -> list[tuple[Type, Type]]:
-    """The distinct steps, gathers and reductions of inner axes first (a dim is gathered minor to major, sliced major
-    to minor), so that a dim that several axes shard is always a contiguous block."""
-    steps: list[tuple[Type, Type]] = []
-    for a in reversed(types):
-        if types[a] != target[a] and (types[a], target[a]) not in steps:
-            steps.append((types[a], target[a]))
-    return sorted(steps, key=lambda s: (s[1].kind == "S", s[0].kind == "P"))
+def _steps(types: Types, target: Types, whole: Type) -> list[tuple[list[str], tuple[Type, Type]]]:
+    """The steps from ``types`` to ``target``: axes that move together, and the move.
+
+    Axes are in mesh order, and a dim that several of them shard is cut major to minor, so shards can be added and
+    removed at the minor end only.
+
+    1. An axis keeps its shard of a dim if no axis major to it changes on that dim; else it is undone, and redone last.
+    2. A shard moves straight to another dim (all-to-all) if all others of both dims are major to it and stay.
+    3. Undo minor to major, then reduce, then shard major to minor.  Neighbours with the same move go together.
+    """
+    order = list(types)
+    src, dst = ({a: t.dim if t.kind == "S" else None for a, t in x.items()} for x in (types, target))
+    changed = [a for a in order if types[a] != target[a]]
+
+    def stays(a: str) -> bool:  # 1
+        dim, majors = src[a], order[: order.index(a)]
+        return types[a] == target[a] and not any(m in changed and dim in (src[m], dst[m]) for m in majors)
+
+    def straight(a: str) -> bool:  # 2
+        same = [b for b in changed if (types[b], target[b]) == (types[a], target[a])]
+        others = [b for b in order if b not in same and {src[b], dst[b]} & {src[a], dst[a]} - {None}]
+        return all(stays(b) and order.index(b) < order.index(same[0]) for b in others)
+
+    undo, reduce, redo = [], [], []  # 3
+    for a in order:
+        t, goal = types[a], target[a]
+        if t.kind != "S":
+            if t != goal:
+                (redo if goal.kind == "S" else reduce).append((a, (t, goal)))
+        elif goal.kind != "S":
+            undo.append((a, (t, goal)))
+        elif not stays(a):
+            if t != goal and straight(a):
+                redo.append((a, (t, goal)))
+            else:
+                undo.append((a, (t, whole)))
+                redo.append((a, (whole, goal)))
+    return _joined(undo[::-1]) + _joined(sorted(reduce, key=lambda m: m[1][0].kind == "P")) + _joined(redo)
+
+
+def _joined(moves: list[tuple[str, tuple[Type, Type]]]) -> list[tuple[list[str], tuple[Type, Type]]]:
+    """Equal moves go together unless another move of the same dim lies between them."""
+    out: list[tuple[list[str], tuple[Type, Type]]] = []
+    for axis, move in moves:
+        dims = {t.dim for t in move if t.kind == "S"}
+        for axes, earlier in reversed(out):
+            if earlier == move:
+                axes.append(axis)
+                break
+            if dims & {t.dim for t in earlier if t.kind == "S"}:
+                out.append(([axis], move))
+                break
+        else:
+            out.append(([axis], move))
+    return out

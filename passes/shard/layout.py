@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Literal
 
+import torch
 from torch import fx
 
 from moec.passes.shard.rules import is_getitem, operands, rule_for, shape, split_parts
@@ -119,7 +120,7 @@ def _flow(program: Program) -> list[Tag]:
                 for dims in carried.get(n, []):
                     for numbers in dims.values():
                         leak(numbers, "reaches the output")
-        if node.op != "call_function":
+        if node.op != "call_function" or not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
             continue
         if is_getitem(node):
             if node.args[0] in carried:

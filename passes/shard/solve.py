@@ -4,7 +4,7 @@ what the results are.  Pure: it looks at no graph and moves no data.
 1. Choose the factor to shard: the first that a sharded operand has and that is not blocked (ragged rows first, then
    parameters, since moving a weight costs most); else a factor that the op creates, if the caller wants one.
 2. With a factor f: operands that have f become S at its dim, all others R; results that have f are S, those that lack
-   it are P (the contraction of f).
+   it are P (the contraction of f), and so are operands that are added to them.
 3. Without: pending sums pass through ops that are linear in them; otherwise they are reduced, to I when every other
    operand is I (so that the result stays invariant and its gradient needs no reduction), else to R.
 4. Operands that are then all I give I; I and R mix to R.  Operands without a gradient are neutral: they are R and fit
@@ -55,8 +55,11 @@ def _with_factor(rule: Rule, ops: Sequence[Operand], f: str, parts: int, ragged:
     def place(dims) -> Type:
         return V if ragged else S(dims.index(f), parts)
 
-    targets = [place(dims) if f in dims else R for dims in rule.operands[: len(ops)]]
     results = [place(dims) if f in dims else P for dims in rule.results]
+    targets = [
+        place(dims) if f in dims else P if slot in rule.added and results[0] == P else R
+        for slot, dims in enumerate(rule.operands[: len(ops)])
+    ]
     return targets, results
 
 

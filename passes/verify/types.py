@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from moec.passes.shard.rules import is_creation, is_getitem, operands, rule_for
+from moec.passes.shard.rules import differentiable, is_creation, is_getitem, operands, rule_for
 from moec.passes.shard.solve import Operand, solve
 from moec.placement import I, P, R, S, Type, Types, V, show
 from moec.program import Program, op_name
@@ -188,4 +188,4 @@ def _agree(node: fx.Node, derived, recorded) -> None:
 def _has_grad(node: fx.Node) -> bool:
     val = node.meta["val"]
     vals = val if isinstance(val, (tuple, list)) else [val]
-    return node.meta["grad"] and all(isinstance(v, torch.Tensor) and v.dtype.is_floating_point for v in vals)
+    return node.meta["grad"] and all(isinstance(v, torch.Tensor) and differentiable(v) for v in vals)
