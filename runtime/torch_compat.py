@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _register_work, _resolve_process_group
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import LocalSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -121,6 +122,11 @@ def symbolic_fake(mode, tensor: Tensor, name: str) -> Tensor:
     """A fake tensor of ``mode``, shaped like ``tensor``, with a symbol for every dim."""
     context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * tensor.dim())
     return mode.from_tensor(tensor, static_shapes=False, source=LocalSource(name), symbolic_context=context)
+
+
+def python_dispatcher() -> contextlib.AbstractContextManager:
+    """Inside, composite operators take symbolic sizes (as they do while exporting)."""
+    return enable_python_dispatcher()
 
 
 def without_modes() -> contextlib.AbstractContextManager:

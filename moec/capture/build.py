@@ -3,7 +3,8 @@
 1. Names: the root's ``model.`` prefix goes; tied parameters become one placeholder under their first name.
 2. ``aten.stack`` over the E members of one expert role becomes one placeholder ``[E, …]`` whose name has ``*``.
 3. Constants lifted by export become ``get_attr`` nodes.
-4. Assertions about metadata and dead code go; every parameter stays listed.
+4. Assertions about metadata and dead code go; ``copy`` (a functionalised ``copy_``, which has no derivative) becomes
+   its source, cast and expanded; every parameter stays listed.
 5. The batch: dim 0 of inputs that carry it, unless overridden.
 """
 
@@ -125,6 +126,9 @@ def build(
                 where=where_of(node),
                 way_out="use expert parameters in the loop over the experts only",
             )
+        if node.target is torch.ops.aten.copy.default:
+            env[node] = _copied(graph, node, *(env[a] for a in node.args[:2]))
+            continue
         env[node] = graph.node_copy(node, lambda a: env[a])
         env[node].meta["where"] = where_of(node)
     module.graph = graph
@@ -162,6 +166,23 @@ def _placeholder(graph: fx.Graph, name: str, val: Any) -> fx.Node:
 
 def _mapped(a: Any, env: dict[fx.Node, Any]) -> Any:
     return env[a] if isinstance(a, fx.Node) else a
+
+
+def _copied(graph: fx.Graph, node: fx.Node, to: fx.Node, source: fx.Node) -> fx.Node:
+    """What ``to.copy_(source)`` leaves in ``to``."""
+    aten, want, have = torch.ops.aten, node.meta["val"], source.meta["val"]
+
+    def new(target: Any, args: tuple, val: Any, **kwargs: Any) -> fx.Node:
+        made = graph.call_function(target, args, kwargs)
+        made.meta = {**node.meta, "val": val, "where": where_of(node)}
+        return made
+
+    if have.dtype != want.dtype:
+        source = new(aten._to_copy.default, (source,), have.to(want.dtype), dtype=want.dtype)
+    if [expr(s) for s in have.shape] != [expr(s) for s in want.shape]:
+        size = [s if isinstance(s, int) else new(aten.sym_size.int, (to, d), s) for d, s in enumerate(want.shape)]
+        source = new(aten.expand.default, (source, size), want)
+    return source
 
 
 def _is_check(node: fx.Node) -> bool:

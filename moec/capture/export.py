@@ -140,7 +140,7 @@ def _find(model: nn.Module, call: Any, shapes: dict[str, Tensor], training: bool
         for i, (p, t) in enumerate(shapes.items())
     }
     args, kwargs = call.rebuild(stand_ins)
-    with mode:
+    with mode, torch_compat.python_dispatcher():
         return find_blocks(model, twin, lambda: twin(*args, **kwargs), training=training)
 
 

@@ -121,6 +121,8 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if asks_device(func):
+            return func(*args, **kwargs)
         refuse_randomness(func, args, kwargs, self.where)
         tape, index = self.tape, len(self.tape.calls)
         operands = list(walk((args, kwargs)))
@@ -145,6 +147,11 @@ class _Recorder(TorchFunctionMode):
         )
         tape.calls.append(Call(index, func, args, kwargs, reads, makes, tuple(overwrites), result))
         return result
+
+
+def asks_device(func: Callable) -> bool:
+    """``x.device``: not on the tape, because fake tensors answer it without saying so to a mode."""
+    return getattr(func, "__self__", None) is Tensor.device  # type: ignore[comparison-overlap]
 
 
 def _writes(func: Callable, kwargs: dict[str, Any]) -> bool:
