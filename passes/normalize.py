@@ -9,8 +9,8 @@ Contract
 Rewrites
     1. Drop what only guards or copies: metadata asserts, clones, aliases, no-op slices, casts to the same dtype,
        ``x + 0``; ``type_as`` becomes a cast.
-    2. ``view``, ``_unsafe_view``, ``squeeze``, ``(un)flatten`` become ``reshape``: whether a view is possible depends on
-       strides, which sharding changes.  ``pad`` becomes ``constant_pad_nd``, ``chunk`` becomes ``split``,
+    2. ``view``, ``_unsafe_view``, ``squeeze``, ``(un)flatten`` become ``reshape``: whether a view is possible depends
+       on strides, which sharding changes.  ``pad`` becomes ``constant_pad_nd``, ``chunk`` becomes ``split``,
        ``copy(new_empty, x)`` its source.
     3. An index by ``arange`` over the first dim is a batch dim, not a lookup: ``x[arange(B)[:, None], j]`` with j free
        of b becomes ``x[:, j]``, so that the batch can be sharded there.

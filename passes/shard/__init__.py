@@ -272,6 +272,8 @@ class Sharder:
                     else sizes // n
                 )
                 node.args = (node.args[0], local, *node.args[2:])
+        elif name == "aten.conv1d" and (n := self.shards(node.meta["types"], len(shape(node)) - 2)) > 1:
+            node.args = (*node.args[:6], node.args[6] // n)  # depthwise: each rank convolves its own channels
         else:
             for v, types in zip(_as_list(node.meta["val"]), _as_list(node.meta["types"]), strict=True):
                 for d, s in enumerate(v.shape):

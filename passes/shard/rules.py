@@ -391,8 +391,8 @@ def _attention(node: fx.Node) -> Rule:
 
 
 def _cross_entropy(node: fx.Node) -> Rule:
-    """logits [n c] or [n c d…]; target [n d…] of class indices, or of probabilities as the logits are.  Reduction sum and
-    none are local to n (normalize turns most means into sum / count); a mean that is left needs all of it."""
+    """logits [n c] or [n c d…]; target [n d…] of class indices, or of probabilities as the logits are.  Reduction sum
+    and none are local to n (normalize turns most means into sum / count); a mean that is left needs all of it."""
     logits = shape(node.args[0])
     rest = tuple(f"d{i}" for i in range(len(logits) - 2))
     names = ("n", "c", *rest) if len(logits) > 1 else ("c",)
@@ -469,7 +469,9 @@ def _scatter_add(node: fx.Node) -> Rule:
     base: Dims = tuple("d" if i == dim % rank else f"f{i}" for i in range(rank))
     added: Dims = tuple("x" if i == dim % rank else f"f{i}" for i in range(rank))
     to, at, source = (shape(o) for o in operands(node))
-    shorter = {f"f{i}" for i in range(rank) if i != dim % rank and not (_same(to[i], at[i]) and _same(source[i], at[i]))}
+    shorter = {
+        f"f{i}" for i in range(rank) if i != dim % rank and not (_same(to[i], at[i]) and _same(source[i], at[i]))
+    }
     if not _same(source[dim % rank], at[dim % rank]):
         shorter.add("x")
     from_zeros = op_name(node.args[0]) in ("aten.zeros", "aten.new_zeros", "aten.zeros_like")
@@ -512,8 +514,8 @@ def _complex(node: fx.Node) -> Rule:
 def _conv1d(node: fx.Node) -> Rule:
     """x [n c l], weight [c/groups …]: samples are shared; channels too where each is convolved on its own."""
     x, w = shape(node.args[0]), shape(node.args[1])
-    groups = node.args[6] if len(node.args) > 6 else 1
-    depthwise = isinstance(x[-2], int) and groups == x[-2] == w[0]
+    # One input channel a group; the argument ``groups`` is local once the op is sharded, and says less.
+    depthwise = _is_one(w[1]) and isinstance(x[-2], int) and x[-2] == w[0]
     batch = tuple(f"b{i}" for i in range(len(x) - 2))
     c_in, c_out = ("c", "c") if depthwise else ("i", "o")
     ops = ((*batch, c_in, "l"), (c_out, None if depthwise else "k", "w"), (c_out,))
