@@ -95,9 +95,9 @@ def test_sizes_and_modes(gloo4):
 
 
 class LowRank(nn.Module):
-    """What an adapter library puts in the place of a linear layer."""
+    """What an adapter library puts in the place of a linear layer; tp does not divide its rank."""
 
-    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+    def __init__(self, base: nn.Linear, rank: int = 3) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
         self.a = nn.Linear(base.in_features, rank, bias=False).to(base.weight.dtype)

@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from math import prod
 from typing import Literal
 
 import torch
@@ -69,7 +70,8 @@ class Layout:
 def infer(program: Program, plan: Plan) -> Layout:
     tags = _flow(program)
     out = Layout(defaultdict(dict), [], {})
-    for union in _unions(tags):
+    # The largest weights choose first: where two pairs want one weight, the smaller one (an adapter) stays whole.
+    for union in sorted(_unions(tags), key=lambda u: -sum(prod(program.params[t.weight.placeholder].shape) for t in u)):
         _decide(program, union, out)
     for block in program.blocks:
         for ph, spec in program.params.items():
@@ -246,10 +248,13 @@ def _decide(program: Program, union: list[Tag], out: Layout) -> None:
                 t.weight.placeholder, f"auto: whole, because its output {leaks[0] if leaks else 'ends nowhere'}"
             )
         return
-    taken = [t for t in union if any(k != "ep" for k in out.dims.get(t.weight.placeholder, {}))]
-    if taken:  # a chain of three linears: the middle one is already the row of the first pair
+    ends = {w.placeholder for t in union for end in t.ends if (w := weight_of(end, program))}
+    taken = [p for p in {*(t.weight.placeholder for t in union), *ends} if any(k != "ep" for k in out.dims.get(p, {}))]
+    if taken:
+        # A chain of three linears, whose middle one is the row of the first pair; or a low-rank adapter beside a column
+        # weight, whose second factor is a column already.
         for t in union:
-            out.reasons.setdefault(t.weight.placeholder, "auto: whole, because its pair is taken by the pair before it")
+            out.reasons.setdefault(t.weight.placeholder, "auto: whole, because a larger pair has taken its partner")
         return
     for t in union:
         role: Literal["tp", "etp"] = "etp" if op_name(t.node) == "moec.grouped_mm" else "tp"
