@@ -29,7 +29,7 @@ from moec.passes.contract import Pass, PassContract
 from moec.plan import Plan
 from moec.program import Program, op_name
 from moec.runtime.errors import MoecError
-from moec.runtime.torch_compat import expr
+from moec.runtime.torch_compat import expr, python_dispatcher
 
 aten = torch.ops.aten
 INT_MAX = 2**63 - 1
@@ -66,7 +66,7 @@ def _new(node: fx.Node, target, args, val, **kwargs) -> fx.Node:
 def _fake(fn: Callable, *args):
     """Evaluate an op on the fake values of nodes."""
     first = next(a for a in args if isinstance(a, fx.Node))
-    with first.meta["val"].fake_mode:
+    with first.meta["val"].fake_mode, python_dispatcher():
         return fn(*[a.meta["val"] if isinstance(a, fx.Node) else a for a in args])
 
 

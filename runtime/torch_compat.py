@@ -7,7 +7,7 @@ nowhere else.  When a new torch breaks moec, this is the file to look at.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import sympy
 import torch
@@ -127,6 +127,16 @@ def symbolic_fake(mode, tensor: Tensor, name: str) -> Tensor:
 def python_dispatcher() -> contextlib.AbstractContextManager:
     """Inside, composite operators take symbolic sizes (as they do while exporting)."""
     return enable_python_dispatcher()
+
+
+@contextlib.contextmanager
+def as_in_eager() -> Iterator[None]:
+    """Inside, a model that asks ``torch.compiler.is_exporting()`` is told no."""
+    was, torch.compiler._is_exporting_flag = torch.compiler._is_exporting_flag, False
+    try:
+        yield
+    finally:
+        torch.compiler._is_exporting_flag = was
 
 
 def without_modes() -> contextlib.AbstractContextManager:

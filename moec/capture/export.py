@@ -60,7 +60,10 @@ class Root(nn.Module):
 
     def forward(self, inputs: dict[str, Tensor]) -> tuple[Any, ...]:
         args, kwargs = self.call.rebuild(inputs)
-        out = self.model(*args, **kwargs)
+        # What is captured is what the model does when it runs: some have a longer way round for other exporters (a
+        # triangular solve as 63 updates of a row).
+        with torch_compat.as_in_eager():
+            out = self.model(*args, **kwargs)
         if self.loss_fn is not None:
             out = {"loss": self.loss_fn(out, *args, **kwargs), "output": out}
         register_dataclasses(out)

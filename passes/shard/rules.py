@@ -523,6 +523,13 @@ def _conv1d(node: fx.Node) -> Rule:
     return Rule(ops[: len(operands(node))], ((*batch, c_out, "l"),), blocked)
 
 
+def _solve_triangular(node: fx.Node) -> Rule:
+    """A [… n m] X = B [… m k]; with left=False, X A = B, the columns of B are rows of X."""
+    if node.kwargs.get("left", True):
+        return einsum("... !n !m, ... !m k -> ... !n k", carries="none")(node)
+    return einsum("... !n !m, ... k !n -> ... k !m", carries="none")(node)
+
+
 def _one_hot(node: fx.Node) -> Rule:
     names = tuple(f"f{i}" for i in range(len(shape(operands(node)[0]))))
     return Rule((names,), (names + (None,),))
@@ -591,6 +598,7 @@ _RULES: dict[str, Callable[[fx.Node], Rule]] = {
     # blocks
     "aten.scaled_dot_product_attention": _attention, "aten.cross_entropy_loss": _cross_entropy,
     "aten.layer_norm": _norm, "aten.rms_norm": _norm, "aten._fused_rms_norm": _norm, "aten.conv1d": _conv1d,
+    "aten.linalg_solve_triangular": _solve_triangular,
     # creation
     **{f"aten.{n}": _creation for n in _CREATION},
     # experts (rows are ragged over ep and edp: see experts.py; these lines hold for etp)

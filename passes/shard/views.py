@@ -2,7 +2,8 @@
 
 ``view_factors((B, S, H), (B*S, H))`` gives ``(("g0", "minor0_1", "g1"), ("g0", "g1"))``: the dims fall into groups of
 equal product; in each group the first dim of either side shares a factor (a contiguous block of the major dim is a
-contiguous block of the merged one) and the others are *minor*: an input that is sharded there has to be gathered first.
+contiguous block of the merged one) and the others are *minor*: an input that is sharded there has to be gathered first.  Sizes
+that are equal only by an assumption of the capture do not show it: all dims of such a group are minor.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ def view_factors(src: tuple, dst: tuple) -> tuple[tuple[str | None, ...], tuple[
         a, b, left, right = expr(src[i]), expr(dst[j]), [i], [j]
         i, j = i + 1, j + 1
         while sympy.expand(a - b) != 0:
+            if i >= len(src) and j >= len(dst):
+                break
             # Grow the side whose product divides the other's; for symbols "divides" means the quotient is whole.
             grow_left = j >= len(dst) or (i < len(src) and _whole(b / a))
             if grow_left:
@@ -37,8 +40,10 @@ def view_factors(src: tuple, dst: tuple) -> tuple[tuple[str | None, ...], tuple[
             else:
                 b, right = sympy.expand(b * expr(dst[j])), [*right, j]
                 j += 1
-        ins[left[0]] = outs[right[0]] = f"g{group}"
-        for k in left[1:]:
+        same = sympy.expand(a - b) == 0
+        if same:
+            ins[left[0]] = outs[right[0]] = f"g{group}"
+        for k in left[same:]:
             ins[k] = f"minor{group}_{k}" if expr(src[k]) != 1 else None
         group += 1
     return tuple(ins), tuple(outs)

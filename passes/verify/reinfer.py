@@ -17,7 +17,7 @@ from torch import fx
 from moec.placement import Types
 from moec.program import Program
 from moec.runtime.errors import MoecError
-from moec.runtime.torch_compat import WAIT, expr, fake_mode_of
+from moec.runtime.torch_compat import WAIT, expr, fake_mode_of, python_dispatcher
 
 
 def check_shapes(program: Program) -> None:
@@ -26,7 +26,7 @@ def check_shapes(program: Program) -> None:
         return
     sharded = "sharded" in program.facts
     env: dict[fx.Node, object] = {}
-    with fake_mode, torch.no_grad():
+    with fake_mode, python_dispatcher(), torch.no_grad():
         for node in program.graph.nodes:
             if node.op == "placeholder":
                 env[node] = _placeholder(program, node, sharded)
