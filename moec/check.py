@@ -27,7 +27,7 @@ from moec.runtime.errors import MoecError
 TOLERANCE = 1e-12
 """Relative, in float64.  Clean programs stay below 1e-13; a dropped collective or a wrong dual is above 1e-3."""
 
-VANISHING = 1e-4
+VANISHING = 1e-2
 """A gradient whose norm is below this share of the largest one is compared on that scale: some vanish identically
 (a key bias under softmax), and relative to rounding noise nothing would agree."""
 
@@ -166,6 +166,8 @@ class _Oracle:
         promoted = promote_program(program)
         by_path = flatten_call(self.args, self.kwargs).tensors()
         inputs = {ph: _input(by_path, spec.path) for ph, spec in program.inputs.items()}
+        if wrong := program.size_problems({ph: tuple(x.shape) for ph, x in inputs.items()}):
+            raise MoecError(wrong[0], where="check")
         params = {ph: self._full(spec) for ph, spec in program.params.items()}
         outs = [o for o in program.outputs if not (o.index is None and o.constant is not None)]
         want = dict(zip([o.path for o in outs], self.leaves, strict=False))

@@ -131,6 +131,13 @@ def _counts(d: Draw) -> Tensor:
     return torch.bincount(d.ids("t", d.size("e")), minlength=d.size("e"))
 
 
+@case("aten.linalg_solve_triangular")
+def _(d, op):
+    a = d.x(d.pick("c 4 4", "4 4")) / 8 + torch.eye(4, dtype=torch.float64)
+    b, left = d.pick(("c 4 n", True), ("c n 4", False), ("1 4 n", True))
+    return op.default, (a, d.x(b)), {"upper": True, "left": left}
+
+
 # -- pointwise -------------------------------------------------------------------------------------------------------
 
 UNARY = """abs asin acos atan ceil celu cos cosh elu erf exp exp2 expm1 floor gelu hardsigmoid hardswish hardtanh

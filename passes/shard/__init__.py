@@ -108,7 +108,8 @@ class Sharder:
 
     def _local(self, size, types: Types, dim: int, node: fx.Node):
         n = self.shards(types, dim)
-        if isinstance(size, int) and size % n:
+        parts = max((t.parts for t in types.values() if t.kind == "S" and t.dim == dim), default=1)
+        if isinstance(size, int) and size % (n * parts):
             raise MoecError(
                 f"dim {dim} of {node.name} has size {size}, which {n} ranks do not divide ({types})",
                 where=node.meta.get("where", ""),
@@ -269,7 +270,7 @@ class Sharder:
                 local = (
                     [self._local(s, node.meta["types"][0], dim, node) for s in sizes]
                     if isinstance(sizes, (list, tuple))
-                    else sizes // n
+                    else self._local(sizes, node.meta["types"][0], dim, node)
                 )
                 node.args = (node.args[0], local, *node.args[2:])
         elif name == "aten.conv1d" and (n := self.shards(node.meta["types"], len(shape(node)) - 2)) > 1:

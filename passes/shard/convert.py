@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from moec.placement import I, R, S, Type, Types
+from moec.placement import I, R, S, Type, Types, show
 from moec.runtime.collectives import TABLE
 from moec.runtime.errors import MoecError
 from moec.runtime.mesh import Mesh
@@ -29,6 +29,7 @@ class Converter:
         target = {a: _settle(source[a], target[a], node) for a in source}
         if target == source:
             return node
+        self._check_divides(node, target)
         if owned := [a for a in source if target[a].kind == "P" and source[a].kind in "IR"]:
             return self(self(node, {**source, **{a: self._last(node, owned) for a in owned}}), target)
         variants = self._variants.setdefault(node, [(source, node)])
@@ -41,6 +42,20 @@ class Converter:
             value.meta["types"] = types
             variants.append((types, value))
         return value
+
+    def _check_divides(self, node: fx.Node, target: Types) -> None:
+        """Static sizes are checked here; sizes that are known only at run time, by the collective."""
+        for dim, size in enumerate(node.meta["val"].shape):
+            axes = [a for a, t in target.items() if t.kind == "S" and t.dim == dim]
+            if not axes or not isinstance(size, int) or (dim == 0 and "padded" in node.meta):
+                continue
+            n = self.mesh.size(axes)
+            if size % (n * target[axes[0]].parts):
+                raise MoecError(
+                    f"dim {dim} of {node.name} has size {size}, which {n} ranks do not divide ({show(target)})",
+                    where=node.meta.get("where", ""),
+                    way_out=f"degrees that divide {size}",
+                )
 
     def _last(self, node: fx.Node, axes: list[str]) -> Type:
         """To make a pending sum of a whole value, each rank owns a slice of its last dim and has zeros elsewhere."""
