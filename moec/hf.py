@@ -81,7 +81,8 @@ def _fit(config: Any, layers: int) -> None:
             setattr(config, key, _every_kind(_get(config, key), layers))
     if _get(config, "first_k_dense_replace") is not None:
         config.first_k_dense_replace = min(config.first_k_dense_replace, layers - 1)
-    experts = next((e for k in ("num_experts", "num_local_experts", "n_routed_experts") if (e := _get(config, k))), None)
+    counts = (_get(config, k) for k in ("num_experts", "num_local_experts", "n_routed_experts"))
+    experts = next((n for n in counts if n), None)
     if experts is not None and hasattr(config, "num_experts_per_tok"):
         # Group-limited routers pick among topk_group of n_group groups, and rate a group by its two best experts.
         groups, kept = _get(config, "n_group") or 1, _get(config, "topk_group") or 1

@@ -260,6 +260,9 @@ class ParallelModule(nn.Module):
         specs = [(canonical(self._signature, s.path), s) for s in program.inputs.values()]
         params = {s.name: to_local(s.value) for s in self._slots.values()}
         problems = local_problems(specs, call.tensors, params, self._mesh.world) + self._param_problems(program)
+        if not problems:
+            shapes = {spec.placeholder: tuple(call.tensors[path].shape) for path, spec in specs}
+            problems += program.size_problems(shapes, self.dp_size)
         report = Report(key, problems=problems)
         if self._mesh.world > 1:
             found = [(path, spec, call.tensors[path]) for path, spec in specs if path in call.tensors]

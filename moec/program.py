@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import difflib
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,9 +25,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from moec.guards import size_problems
 from moec.placement import Types, show
 from moec.runtime.mesh import Mesh
-from moec.runtime.torch_compat import OpOverload
+from moec.runtime.torch_compat import OpOverload, expr
 
 EQUAL_LENGTHS = "equal_lengths"
 """Fact: the program computes with the global number of tokens, so all ranks must pass inputs of the same shape."""
@@ -108,6 +110,8 @@ class Program:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     """get_attr targets -> tensors lifted by capture."""
     mesh: Mesh = field(default_factory=Mesh)
+    size_guards: tuple[Any, ...] = ()
+    """What capture assumed of (global) input sizes, relations of their symbols (``moec.guards``)."""
     facts: set[str] = field(default_factory=lambda: {"captured"})
     """What holds of this graph: the vocabulary of ``PassContract.requires`` and ``provides``."""
     grad_reductions: dict[str, str] = field(default_factory=dict)
@@ -143,6 +147,16 @@ class Program:
             why_not=list(self.why_not),
             layout_reasons=dict(self.layout_reasons),
         )
+
+    def size_problems(self, shapes: Mapping[str, tuple[int, ...]], dp: int = 1) -> list[str]:
+        """Which assumptions of capture inputs of these shapes (by placeholder, a dp-th of the batch) do not meet."""
+        sizes = {}
+        for node in self.placeholders():
+            if self.size_guards and node.name in self.inputs and node.name in shapes:
+                for dim, (size, n) in enumerate(zip(node.meta["val"].shape, shapes[node.name], strict=True)):
+                    scale = dp if dim == self.inputs[node.name].batch_dim else 1
+                    sizes[expr(size)] = (f"size {dim} of {self.inputs[node.name].path!r}", n * scale)
+        return size_problems(self.size_guards, sizes)
 
     def op_counts(self) -> Counter[str]:
         return Counter(op_name(n) for n in self.graph.nodes if n.op == "call_function")

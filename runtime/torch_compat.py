@@ -153,6 +153,12 @@ def is_no_grad_region(target: object) -> bool:
     return target is torch.ops.higher_order.wrap_with_set_grad_enabled
 
 
+def shape_guards(values: Iterable[object]) -> list[sympy.Basic]:
+    """What tracing had to assume of symbolic sizes (``values``: fake tensors of the trace)."""
+    mode = fake_mode_of(values)
+    return [g.expr for g in mode.shape_env.guards] if mode is not None and mode.shape_env is not None else []
+
+
 def fake_mode_of(values: Iterable[object]) -> FakeTensorMode | None:
     """The mode of the first fake tensor among ``values``."""
     return next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from moec.guards import size_guards
 from moec.program import InputSpec, MoEBlock, OutputSpec, ParamSpec, Program
 from moec.runtime.errors import MoecError
 from moec.runtime.torch_compat import expr
@@ -149,6 +150,7 @@ def build(
             for path, r in blocks.raised.items()
         ),
         constants=constants,
+        size_guards=size_guards(graph),
         why_not=[f"{path or type(model).__name__}: MoE block not raised: {y}" for path, y in blocks.refused.items()],
     )
 

@@ -151,7 +151,7 @@ class _Recorder(TorchFunctionMode):
 
 def asks_device(func: Callable) -> bool:
     """``x.device``: not on the tape, because fake tensors answer it without saying so to a mode."""
-    return getattr(func, "__self__", None) is Tensor.device  # type: ignore[comparison-overlap]
+    return getattr(func, "__self__", None) is Tensor.device
 
 
 def _writes(func: Callable, kwargs: dict[str, Any]) -> bool:

@@ -304,9 +304,11 @@ def _slice(node: fx.Node) -> Rule:
 def _takes_every_nth(node: fx.Node, size) -> bool:
     """``x[start::step]`` with start < step: a part whose size step divides yields its part of the result (so can
     interleaved gate and up columns be cut)."""
-    _, _, start, end, step = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])
-    whole = end is None or (isinstance(end, int) and isinstance(size, int) and end >= size)
-    return whole and isinstance(size, int) and step > 1 and 0 <= (start or 0) < step and size % step == 0
+    start, end, step = [*node.args[2:], *[None] * (5 - len(node.args))][-3:]
+    if not all(x is None or isinstance(x, int) for x in (start, end, step)) or not isinstance(size, int):
+        return False
+    whole, step = end is None or end >= size, step or 1
+    return whole and step > 1 and 0 <= (start or 0) < step and size % step == 0
 
 
 def _select(node: fx.Node) -> Rule:

@@ -2,8 +2,8 @@
 
 ``view_factors((B, S, H), (B*S, H))`` gives ``(("g0", "minor0_1", "g1"), ("g0", "g1"))``: the dims fall into groups of
 equal product; in each group the first dim of either side shares a factor (a contiguous block of the major dim is a
-contiguous block of the merged one) and the others are *minor*: an input that is sharded there has to be gathered first.  Sizes
-that are equal only by an assumption of the capture do not show it: all dims of such a group are minor.
+contiguous block of the merged one) and the others are *minor*: an input that is sharded there has to be gathered
+first.  Sizes that are equal only by an assumption of the capture do not show it: all dims of such a group are minor.
 """
 
 from __future__ import annotations
