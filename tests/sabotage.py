@@ -13,9 +13,8 @@ from moec.runtime.collectives import TABLE, Collective, collective, is_wait
 
 aten = torch.ops.aten
 
-SIBLINGS = {
-    "p_to_i": "p_to_r", "p_to_r": "p_to_i", "s_to_i": "s_to_r", "s_to_r": "s_to_i", "i_to_s": "r_to_s", "r_to_s": "i_to_s",
-}  # fmt: skip
+PAIRS = (("p_to_i", "p_to_r"), ("s_to_i", "s_to_r"), ("i_to_s", "r_to_s"))
+SIBLINGS = dict(PAIRS) | {b: a for a, b in PAIRS}
 """The kind with the same forward and another gradient."""
 
 
@@ -138,6 +137,6 @@ def wrong_duals(program: Program) -> Iterator[tuple[str, dict[str, Collective]]]
 
 
 def _interchangeable(dual: str, other: str) -> bool:
-    """Another movement of data, of the same signature.  Kinds that move alike (p_to_i, p_to_r) are the same backward."""
+    """Another movement of data, of the same signature.  Kinds that move alike are one backward."""
     a, b = TABLE[dual].primitive, TABLE[other].primitive
     return a != b and not {a, b} & {"exchange", "counts", "all_to_all"}

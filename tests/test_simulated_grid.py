@@ -1,9 +1,9 @@
-"""The promise on simulated worlds: loss, logits and every gradient equal the single-device model's on the global batch, in
-float64, over the grid of plans and drawn batches.
+"""The promise on simulated worlds: loss, logits and every gradient equal the single-device model's on the global
+batch, in float64, over the grid of plans and drawn batches.
 
-Widths are no powers of two; batches and sequences are drawn from 1 up, so that there are fewer tokens than ranks; routers
-are skewed until experts are empty; labels are ignored unevenly, on some ranks all of them.  The worst error that these
-examples show is 4e-15; the smallest that sabotage shows is far above the tolerance (test_sabotage.py).
+Widths are no powers of two; batches and sequences are drawn from 1 up, so that there are fewer tokens than ranks;
+routers are skewed until experts are empty; labels are ignored unevenly, on some ranks all of them.  The worst error
+that these examples show is 4e-15; the smallest that sabotage shows is far above the tolerance (test_sabotage.py).
 """
 
 from __future__ import annotations
