@@ -31,8 +31,8 @@ AT_MOST: dict[str, int] = {"n_group": 4, "topk_group": 2, "sliding_window": 4}
 def build(name: str, layers: int | None = None, **overrides: Any) -> nn.Module:
     """A causal language model by architecture name (``mixtral``, ``qwen3_moe``, …) or from a local ``config.json``.
 
-    The config is shrunk to ``layers`` layers (default 2) and the widths of ``SMALL``; ``overrides`` set single fields.
-    Of an architecture that also sees or hears, the text model is built.
+    The config is shrunk to ``layers`` layers (default 2) and the widths of ``SMALL``; ``overrides`` set single fields
+    (others follow where they must agree).  Of an architecture that also sees or hears, the text model is built.
     """
     try:
         from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -61,11 +61,11 @@ def build(name: str, layers: int | None = None, **overrides: Any) -> nn.Module:
     for key, value in AT_MOST.items():
         if _get(config, key) is not None:
             setattr(config, key, min(_get(config, key), value))
+    _set(config, overrides)
     if _get(config, "num_key_value_heads") is not None:
         config.num_key_value_heads = config.num_attention_heads // (2 if grouped_query else 1)
     _fit(config, layers or 2)
-    for key, value in overrides.items():
-        setattr(config, key, value)
+    _set(config, overrides)
     config.pad_token_id = None
     try:
         return AutoModelForCausalLM.from_config(config)
@@ -93,6 +93,11 @@ def _every_kind(types: list[str], layers: int) -> list[str]:
     """``layers`` layers in the order of the original, moved so far that each kind of layer is among them if it can."""
     first_with_all = next(n for n in range(1, len(types) + 1) if set(types[:n]) == set(types))
     return list(islice(cycle(types), max(first_with_all - layers, 0), max(first_with_all, layers)))
+
+
+def _set(config: Any, fields: dict[str, Any]) -> None:
+    for key, value in fields.items():
+        setattr(config, key, value)
 
 
 def _get(config: Any, key: str) -> Any:

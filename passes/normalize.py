@@ -10,8 +10,8 @@ Rewrites
     1. Drop what only guards or copies: metadata asserts, clones, aliases, no-op slices, casts to the same dtype,
        ``x + 0``; ``type_as`` becomes a cast.
     2. ``view``, ``_unsafe_view``, ``squeeze``, ``(un)flatten`` become ``reshape``: whether a view is possible depends
-       on strides, which sharding changes.  ``pad`` becomes ``constant_pad_nd``, ``chunk`` becomes ``split``,
-       ``copy(new_empty, x)`` its source.
+       on strides, which sharding changes.  ``pad`` becomes ``constant_pad_nd``, ``chunk`` becomes ``split``;
+       parts written into an empty tensor become a ``cat``.
     3. An index by ``arange`` over the first dim is a batch dim, not a lookup: ``x[arange(B)[:, None], j]`` with j free
        of b becomes ``x[:, j]``, so that the batch can be sharded there.
     4. A mean that runs over the batch becomes sum / count, the mean of a loss too: local sums and local counts add
@@ -156,12 +156,30 @@ def _chunk(program: Program, node: fx.Node) -> None:
         _replace(node, _new(node, aten.split.Tensor, (node.args[0], sizes[0], dim), node.meta["val"]))
 
 
-def _copy(program: Program, node: fx.Node) -> None:
-    """copy(dst, src) is functionalised ``dst.copy_(src)``: src, cast and broadcast to dst."""
-    dst, src = node.args[:2]
-    if dst.meta["val"].dtype != src.meta["val"].dtype or dst.meta["val"].shape != src.meta["val"].shape:
-        raise MoecError("copy_ with a cast or broadcast is not supported", where=node.meta.get("where", ""))
-    _replace(node, src)
+def _slice_scatter(program: Program, node: fx.Node) -> None:
+    """Parts written side by side until they cover a dim are a cat of them; what was there before is not looked at."""
+    rank = node.meta["val"].ndim
+    parts: dict[int, tuple[int, fx.Node]] = {}
+    dim, base = None, node
+    while base.op == "call_function" and op_name(base) == "aten.slice_scatter":
+        args: list = list(base.args) + [0, None, None, 1][len(base.args) - 2 :]
+        _, part, at, start, end, step = args
+        size = base.meta["val"].shape[at]
+        numbers = all(isinstance(x, int) for x in (size, start or 0, end or 0))
+        if dim not in (None, at % rank) or step != 1 or not numbers or part.meta["val"].dtype != node.meta["val"].dtype:
+            return
+        start, end, dim = start or 0, size if end is None else min(end, size), at % rank
+        if not 0 <= start < end or any(s < end and start < e for s, (e, _) in parts.items()):
+            return
+        parts[start] = (end, part)
+        covered = 0
+        while covered in parts:
+            covered = parts[covered][0]
+        if covered == size:
+            ordered = [p for _, (_, p) in sorted(parts.items())]
+            _replace(node, _new(node, aten.cat.default, (ordered, dim), node.meta["val"]))
+            return
+        base = base.args[0]
 
 
 # -- 3
@@ -289,7 +307,7 @@ _REWRITES: dict[str, Callable[[Program, fx.Node], None]] = {
     "aten.slice": _slice, "aten._to_copy": _cast, "aten.type_as": _type_as, "aten.add": _add,
     "aten.view": _reshape, "aten._unsafe_view": _reshape, "aten.reshape": _reshape,
     "aten.squeeze": _reshape, "aten.flatten": _reshape, "aten.unflatten": _reshape,
-    "aten.pad": _pad, "aten.chunk": _chunk, "aten.copy": _copy,
+    "aten.pad": _pad, "aten.chunk": _chunk, "aten.slice_scatter": _slice_scatter,
     "aten.index": _index,
     "aten.mean": _mean, "aten.cross_entropy_loss": _cross_entropy, "aten.broadcast_tensors": _broadcast,
     "aten.mse_loss": _elementwise_loss, "aten.l1_loss": _elementwise_loss, "aten.smooth_l1_loss": _elementwise_loss,

@@ -679,3 +679,10 @@ def _(d, op):
 @case("aten.scatter_add")
 def _(d, op):
     return op.default, (d.x("a b"), d.pick(0, 1), d.ids("a b", 4), d.x("a b"))
+
+
+@case("aten.slice")
+def _(d, op):
+    """Every n-th, which is local to a part (an interleaved gate and up), and its near misses."""
+    start, end, step = d.pick((0, 2**63 - 1, 2), (1, 2**63 - 1, 2), (2, 24, 3), (2, 2**63 - 1, 2), (0, 20, 2))
+    return op.Tensor, (d.x(d.pick("24 b", "24 1")), d.pick(0, -2), start, end, step)

@@ -26,7 +26,7 @@ from moec.passes.contract import Pass, PassContract
 from moec.passes.shard import layout as layouts
 from moec.passes.shard.convert import Converter
 from moec.passes.shard.experts import Experts
-from moec.passes.shard.rules import differentiable, is_creation, is_getitem, operands, rule_for, shape
+from moec.passes.shard.rules import Rule, differentiable, is_creation, is_getitem, operands, rule_for, shape
 from moec.passes.shard.sizes import Sizes
 from moec.passes.shard.solve import Operand, solve
 from moec.placement import I, P, R, S, Type, Types, V
@@ -50,6 +50,7 @@ class Sharder:
         self.sizes = Sizes(program, self.mesh.size(self.dp))
         self.convert = Converter(self.graph, self.mesh)
         self.experts = Experts(self)
+        self.created: dict[tuple[fx.Node, int], str] = {}
         self.counts: dict[str, fx.Node] = {}
         self.token_counts: list[fx.Node] = []
         """Global counts of more than the batch (B·S): equal on all ranks only if their sequence lengths are."""
@@ -58,6 +59,7 @@ class Sharder:
         layout = layouts.infer(self.program, self.plan)  # 1
         self.plan.validate(self.mesh.world, self.program, layout.limits)
         self.program.layout_reasons = {self.program.params[p].name: why for p, why in layout.reasons.items()}
+        self.created = layout.created
         self._place_inputs(layout)
         self._split_row_biases()  # 2
         for node in self.graph.nodes:  # 3: new nodes are inserted before the current one, and so not visited
@@ -212,7 +214,7 @@ class Sharder:
             on_axis = [Operand(o.meta["types"][a], not o.meta["grad"], o.op == "placeholder") for o in ops]
             if is_creation(node):
                 on_axis = [Operand(R, True)] * len(ops)
-            wanted = frozenset(creates) if a in self.dp else frozenset()
+            wanted = frozenset(creates) if a in self.dp else self._made_in_parts(node, rule, a)
             into, out = solve(rule, on_axis, wanted)
             for t, x in zip(targets, into, strict=True):
                 t[a] = x
@@ -237,6 +239,11 @@ class Sharder:
             grad and any(differentiable(v) for v in vals),
         )
         self._localize(node, name)  # 4
+
+    def _made_in_parts(self, node: fx.Node, rule: Rule, axis: str) -> frozenset[str]:
+        """Expanded dims that the layout wants sharded over this axis from the start."""
+        dims = [d for (n, d), role in self.created.items() if n is node and axis in self.mesh.role(role)]
+        return frozenset(f for d in dims if (f := rule.results[0][d]) in rule.created)
 
     def _split_parts(self, node: fx.Node, name: str, results: list[Types]) -> list[Types]:
         """A packed dim that is split into its parts leaves each part plainly sharded."""

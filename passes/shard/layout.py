@@ -28,7 +28,7 @@ from typing import Literal
 import torch
 from torch import fx
 
-from moec.passes.shard.rules import is_getitem, operands, rule_for, shape, split_parts
+from moec.passes.shard.rules import is_creation, is_getitem, operands, rule_for, shape, split_parts
 from moec.placement import I, S, Type
 from moec.plan import Limit, Plan
 from moec.program import Program, op_name
@@ -53,8 +53,10 @@ class Tag:
     leaked: str = ""
     ends: list[fx.Node] = field(default_factory=list)
     sizes: dict[int, str] = field(default_factory=dict)
-    vectors: set[tuple[str, int]] = field(default_factory=set)
+    vectors: set[tuple[fx.Node, int]] = field(default_factory=set)
     """Parameters met on the way that carry the tagged dim (biases): (placeholder, dim)."""
+    created: set[tuple[fx.Node, int]] = field(default_factory=set)
+    """Expanded dims met on the way, which are made in parts: (expand, dim)."""
     parts: int = 1
 
 
@@ -65,6 +67,8 @@ class Layout:
     dims: dict[str, dict[str, Type]]
     limits: list[Limit]
     reasons: dict[str, str]
+    created: dict[tuple[fx.Node, int], str] = field(default_factory=dict)
+    """(expand, dim that it makes) -> role over which it is made in parts."""
 
 
 def infer(program: Program, plan: Plan) -> Layout:
@@ -137,7 +141,7 @@ def _flow(program: Program) -> list[Tag]:
                 for numbers in dims.values():
                     leak(numbers, f"reaches {name}")
             continue
-        if not ops:
+        if not ops or is_creation(node):  # a creation's operand is metadata
             continue
         rule = rule_for(node)
         by_factor: dict[str, set[int]] = defaultdict(set)
@@ -181,19 +185,37 @@ def _meet(program, node, rule, f, numbers, arriving, tags, leak) -> None:
                 leak(numbers, f"is contracted with a computed weight in {name}")
             for t in numbers:
                 tags[t].ends.append(node)
-        elif o.op == "placeholder" and o.name in program.params:
+        elif (origin := _origin(o, rule.operands[slot].index(f), program)) is not None:
             for t in numbers:
-                tags[t].vectors.add((o.name, rule.operands[slot].index(f)))
+                (tags[t].vectors if origin[0].op == "placeholder" else tags[t].created).add(origin)
         elif not o.meta["val"].dtype.is_floating_point or not _depends_on_params(o, program):
             continue
         else:
             leak(numbers, f"meets a value that does not carry it in {name} ({node.meta.get('where', '')})")
 
 
+def _origin(node: fx.Node, dim: int, program: Program) -> tuple[fx.Node, int] | None:
+    """Where a dim of a value begins, if that can be cut without moving anything: a dim of a parameter (a bias, sinks of
+    attention heads seen through reshapes), or a dim that an ``expand`` makes (one rotary key for all heads)."""
+    while node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor) and len(operands(node)) == 1:
+        rule = rule_for(node)
+        f = rule.results[0][dim]
+        if f is None or f in rule.blocked or is_creation(node):
+            return None
+        if f in rule.created:
+            return node, dim
+        if f not in rule.operands[0]:
+            return None
+        node, dim = operands(node)[0], rule.operands[0].index(f)
+    return (node, dim) if node.op == "placeholder" and node.name in program.params else None
+
+
 def _depends_on_params(node: fx.Node, program: Program) -> bool:
     seen, stack = set(), [node]
     while stack:
         n = stack.pop()
+        if n.op == "call_function" and is_creation(n):
+            continue  # an operand is metadata
         if n.op == "placeholder" and n.name in program.params and not program.params[n.name].buffer:
             return True
         for i in n.all_input_nodes:
@@ -268,8 +290,9 @@ def _decide(program: Program, union: list[Tag], out: Layout) -> None:
         )
         if op_name(t.node) == "aten.linear" and len(t.node.args) > 2 and t.node.args[2] is not None:
             _place(out, t.node.args[2].name, role, S(0, t.parts), "auto: bias of a column weight")
+        out.created.update(dict.fromkeys(t.created, role))
         for ph, dim in t.vectors:
-            _place(out, ph, role, S(dim, t.parts), "auto: bias of a column weight")
+            _place(out, ph.name, role, S(dim, t.parts), "auto: bias of a column weight")
         for end in t.ends:
             w = weight_of(end, program)
             assert w is not None

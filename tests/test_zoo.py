@@ -1,0 +1,83 @@
+"""Every Hugging Face MoE family, shrunk, under every plan: exact, or refused for a reason that names what would work.
+
+The families differ in what sharding has to get right: grouped-query and latent attention, sinks and sliding windows,
+the gated delta net, softmax, sigmoid and group-limited routers, shared experts, dense layers before the MoE layers,
+packed and interleaved gate and up, expert biases.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import moec
+from moec.hf import build
+from moec.plan import Plan
+from moec.runtime.errors import MoecError
+
+pytest.importorskip("transformers")
+
+PLANS = [(4, 1, 4, 1), (2, 2, 4, 1), (2, 2, 2, 2), (1, 4, 1, 4), (1, 4, 4, 1)]
+TINY = {"hidden_size": 32, "intermediate_size": 24, "vocab_size": 40}
+"""Narrower than ``moec.hf`` makes them, for speed."""
+
+FAMILIES: dict[str, dict] = {
+    "mixtral": {"sliding_window": 4, "num_key_value_heads": 2},
+    "qwen2_moe": {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 20, "mlp_only_layers": [0]},
+    "qwen3_moe": {"moe_intermediate_size": 12},
+    "olmoe": {"clip_qkv": 0.5},
+    "deepseek_v2": {"first_k_dense_replace": 1, "moe_intermediate_size": 12},
+    "deepseek_v3": {"moe_intermediate_size": 12},
+    "gpt_oss": {},
+    "glm4_moe": {"moe_intermediate_size": 12, "use_qk_norm": True},
+    "qwen3_next": {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 20},
+    "qwen3_vl_moe": {"moe_intermediate_size": 12},
+}
+"""Fields beside ``TINY``; query heads are grouped (8 on 4) where they are in the original."""
+
+BY_DEFAULT = {
+    "mixtral": (1, 4, 1, 4), "qwen2_moe": (2, 2, 2, 2), "qwen3_moe": (1, 4, 4, 1), "olmoe": (2, 2, 2, 2),
+    "deepseek_v2": (1, 4, 1, 4), "deepseek_v3": (2, 2, 4, 1), "gpt_oss": (2, 2, 2, 2), "glm4_moe": (2, 2, 4, 1),
+    "qwen3_next": (2, 2, 2, 2), "qwen3_vl_moe": (4, 1, 4, 1),
+}  # fmt: skip
+REFUSED = {
+    ("mixtral", (1, 4, 1, 4)): ("tp=4 does not divide the 2 heads", "nearest degrees that work: dp=2, tp=2"),
+    ("mixtral", (1, 4, 4, 1)): ("tp=4 does not divide the 2 heads", "nearest degrees that work: dp=2, tp=2"),
+}
+
+
+def make(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = build(family, 2, **TINY, **FAMILIES[family])
+    generator = torch.Generator().manual_seed(1)
+    values = [*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith("correction_bias"))]
+    with torch.no_grad():  # what starts as zeros or ones would hide what it is multiplied with
+        for t in values:
+            if t.ndim < 2 or not t.any():
+                t += 0.1 * torch.randn(t.shape, generator=generator)
+    return model
+
+
+def prove(family: str, plan: tuple[int, int, int, int]) -> None:
+    if (family, plan) in REFUSED:
+        with pytest.raises(MoecError) as refused:
+            moec.check(make(family), Plan(*plan), world_size=4)
+        for words in REFUSED[family, plan]:
+            assert words in str(refused.value)
+        return
+    report = moec.check(make(family), Plan(*plan), world_size=4)
+    assert report.ok, report
+    assert report.passes[-1].name == "lower"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family(family: str) -> None:
+    prove(family, BY_DEFAULT[family])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_under_every_plan(family: str, plan: tuple[int, int, int, int]) -> None:
+    prove(family, plan)
