@@ -2,8 +2,8 @@
 
 Every collective is dropped in turn, every one that has a gradient swapped with its sibling, every operand of the
 experts' ops moved, every gradient reduction left out, every kind given every wrong dual.  What no mistake could show
-would be redundant; there is no such thing in these programs.  (The kind of a conversion of a value *without* a gradient is
-immaterial, and is not swapped.)
+would be redundant; there is no such thing in these programs.  (The kind of a conversion of a value *without* a gradient
+is immaterial, and is not swapped.)
 
 Recorded (float64, relative; printed by ``pytest -s``):
 
