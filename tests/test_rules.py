@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 
 from moec import shards
 from moec.passes.shard import Sharder
-from moec.passes.shard.rules import _CREATION, _RULES, differentiable
+from moec.passes.shard.rule import differentiable
+from moec.passes.shard.rules import _CREATION, _RULES
 from moec.passes.verify.types import check_types
 from moec.placement import I, P, R, S, Type, Types
 from moec.plan import Plan

@@ -26,7 +26,8 @@ from moec.passes.contract import Pass, PassContract
 from moec.passes.shard import layout as layouts
 from moec.passes.shard.convert import Converter
 from moec.passes.shard.experts import Experts
-from moec.passes.shard.rules import Rule, differentiable, is_creation, is_getitem, operands, rule_for, shape
+from moec.passes.shard.rule import Rule, differentiable, is_getitem, operands, shape
+from moec.passes.shard.rules import is_creation, rule_for
 from moec.passes.shard.sizes import Sizes
 from moec.passes.shard.solve import Operand, solve
 from moec.placement import I, P, R, S, Type, Types, V

@@ -28,7 +28,9 @@ from typing import Literal
 import torch
 from torch import fx
 
-from moec.passes.shard.rules import is_creation, is_getitem, operands, rule_for, shape, split_parts
+from moec.passes.shard.rule import is_getitem, operands, shape
+from moec.passes.shard.rules import is_creation, rule_for
+from moec.passes.shard.singles import split_parts
 from moec.placement import I, S, Type
 from moec.plan import Limit, Plan
 from moec.program import Program, op_name

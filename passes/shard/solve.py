@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moec.passes.shard.rules import Rule
+from moec.passes.shard.rule import Rule
 from moec.placement import I, P, R, S, Type, V
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from moec.passes.shard.rules import differentiable, is_creation, is_getitem, operands, rule_for
+from moec.passes.shard.rule import differentiable, is_getitem, operands
+from moec.passes.shard.rules import is_creation, rule_for
 from moec.passes.shard.solve import Operand, solve
 from moec.placement import I, P, R, S, Type, Types, V, show
 from moec.program import Program, op_name
