@@ -16,7 +16,7 @@ from moec.capture import capture
 from moec.check import check
 from moec.passes.shard.convert import Converter, _steps
 from moec.passes.shard.layout import infer
-from moec.passes.shard.rules import Rule
+from moec.passes.shard.rule import Rule
 from moec.passes.shard.solve import Operand, solve
 from moec.passes.shard.views import view_factors
 from moec.placement import I, P, R, S, Type

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import moec
+from moec.capture.examples import dummy_examples
+from moec.compiler import compile_program
 from moec.hf import build
 from moec.plan import Plan
 from moec.runtime.errors import MoecError
@@ -81,3 +83,32 @@ def test_family(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_under_every_plan(family: str, plan: tuple[int, int, int, int]) -> None:
     prove(family, plan)
+
+
+@pytest.mark.parametrize(
+    ("family", "placed"),
+    [
+        ("deepseek_v3", {"q_b_proj.weight": "S(0)", "kv_b_proj.weight": "S(0)", "o_proj.weight": "S(1)"}),
+        ("gpt_oss", {"sinks": "S(0)", "q_proj.bias": "S(0)", "o_proj.weight": "S(1)", "experts.gate_up_proj": "S(2)"}),
+    ],
+)
+def test_heads_are_dealt_to_the_ranks(family: str, placed: dict[str, str]) -> None:
+    """Not only exact: a layout that keeps everything whole would be exact too."""
+    model = make(family)
+    args, kwargs = dummy_examples(model, training=True)
+    program = compile_program(model, Plan(1, 4, 1, 4), 4, args, kwargs, training=True)
+    for name, kind in placed.items():
+        found = [str(t) for s in program.params.values() if s.name.endswith(name) for t in s.types.values()]
+        assert found == [kind] * 2, name
+
+
+def test_shrunk_configs_keep_what_makes_the_family() -> None:
+    with torch.device("meta"):
+        config = build("qwen3_next", 2).config
+        assert config.layer_types == ["linear_attention", "full_attention"]
+        assert build("gpt_oss", 1).config.layer_types == ["full_attention"]
+        config = build("deepseek_v3", 3).config
+        assert (config.n_group, config.topk_group, config.num_experts_per_tok, config.first_k_dense_replace) == (4, 2, 4, 2)
+        config = build("mixtral", 1, num_attention_heads=4, num_local_experts=2).config
+        assert (config.num_key_value_heads, config.num_experts_per_tok) == (2, 1)
+        assert build("olmoe", 1, num_key_value_heads=2).config.num_key_value_heads == 2

@@ -99,6 +99,10 @@ def _settle(src: Type, dst: Type, node: fx.Node) -> Type:
     return dst
 
 
+Move = tuple[str, tuple[Type, Type]]
+"""An axis, and the types that it goes from and to."""
+
+
 def _steps(types: Types, target: Types, whole: Type) -> list[tuple[list[str], tuple[Type, Type]]]:
     """The steps from ``types`` to ``target``: axes that move together, and the move.
 
@@ -122,7 +126,9 @@ def _steps(types: Types, target: Types, whole: Type) -> list[tuple[list[str], tu
         others = [b for b in order if b not in same and {src[b], dst[b]} & {src[a], dst[a]} - {None}]
         return all(stays(b) and order.index(b) < order.index(same[0]) for b in others)
 
-    undo, reduce, redo = [], [], []  # 3
+    undo: list[Move] = []  # 3
+    reduce: list[Move] = []
+    redo: list[Move] = []
     for a in order:
         t, goal = types[a], target[a]
         if t.kind != "S":
@@ -139,7 +145,7 @@ def _steps(types: Types, target: Types, whole: Type) -> list[tuple[list[str], tu
     return _joined(undo[::-1]) + _joined(sorted(reduce, key=lambda m: m[1][0].kind == "P")) + _joined(redo)
 
 
-def _joined(moves: list[tuple[str, tuple[Type, Type]]]) -> list[tuple[list[str], tuple[Type, Type]]]:
+def _joined(moves: list[Move]) -> list[tuple[list[str], tuple[Type, Type]]]:
     """Equal moves go together unless another move of the same dim lies between them."""
     out: list[tuple[list[str], tuple[Type, Type]]] = []
     for axis, move in moves:
