@@ -69,8 +69,12 @@ def run(
 
 
 def _changed(before: Program, after: Program) -> bool:
-    """Is there anything that the last check has not seen: another graph, or types for the first time?"""
-    return str(before.graph) != str(after.graph) or ("sharded" in before.facts) != ("sharded" in after.facts)
+    """Is there anything that the last check has not seen: another graph, contract, or types for the first time?"""
+    return (
+        str(before.graph) != str(after.graph)
+        or ("sharded" in before.facts) != ("sharded" in after.facts)
+        or any(getattr(before, f) != getattr(after, f) for f in ("params", "inputs", "outputs", "grad_reductions"))
+    )
 
 
 class _Trail:

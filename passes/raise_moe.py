@@ -13,7 +13,8 @@ block and emits the canonical dialect (``moec.permute``, ``moec.grouped_mm``, ``
 2. Each block carries its probe: the user's own module in eager mode and the raised form ran in float64 on random
    inputs, with empty experts, other sizes and skewed routing among them; outputs and every gradient must agree.
    (Capture runs it, once for blocks that compute alike; ``moec.capture.probe`` repeats it.)
-3. A top-k that no region uses is noted in ``why_not``; with ep or etp above 1 a block that was not raised is refused.
+3. A top-k that no region uses is noted in ``why_not``; with ep or etp above 1 a block that was not raised is refused,
+   and so is a model in which ep finds no block.
 """
 
 from __future__ import annotations
@@ -53,6 +54,12 @@ def _run(program: Program, plan: Plan) -> Program:
             "; ".join(unraised),
             where="raise_moe",
             way_out=f"a plan with ep=1 and etp=1 runs the block as it is (asked for: ep={plan.ep}, etp={plan.etp})",
+        )
+    if plan.ep > 1 and not program.blocks:
+        raise MoecError(
+            f"ep={plan.ep} shards experts, and no MoE block was found in this model",
+            where="raise_moe",
+            way_out="ep=1; or write the block so that one module owns the experts and loops over them",
         )
     return program
 

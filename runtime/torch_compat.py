@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from .errors import MoecError
 
@@ -162,3 +163,8 @@ def shape_guards(values: Iterable[object]) -> list[sympy.Basic]:
 def fake_mode_of(values: Iterable[object]) -> FakeTensorMode | None:
     """The mode of the first fake tensor among ``values``."""
     return next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
+
+
+def is_unbacked(size: sympy.Expr) -> bool:
+    """Does a size depend on data, so that tracing gave it a symbol of its own?"""
+    return any(symbol_is_type(s, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)) for s in size.free_symbols)

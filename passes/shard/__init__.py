@@ -128,6 +128,7 @@ class Sharder:
             if spec is not None:
                 types = layouts.types_of(layout, node.name, self.mesh)
                 grad = spec.requires_grad and differentiable(spec)
+                node.meta["where"] = spec.name.rpartition(".")[0]
                 # A value without a gradient makes no difference between I and R, but is *stored* as I.
                 self._note(node, node.meta["val"], types, grad)
                 self.program.params[node.name] = replace(spec, types=types)
@@ -201,6 +202,10 @@ class Sharder:
         self.graph.erase_node(node)
 
     def _general(self, node: fx.Node, name: str) -> None:
+        if not self.mesh.names:  # one rank: nothing to decide, and no rule needed
+            many = isinstance(node.meta["val"], (tuple, list))
+            self._note(node, node.meta["val"], [{} for _ in node.meta["val"]] if many else {}, False)
+            return
         ops, rule = operands(node), rule_for(node)
         val = node.meta["val"]
         vals = val if isinstance(val, (tuple, list)) else [val]

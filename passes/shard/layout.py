@@ -74,7 +74,7 @@ class Layout:
 
 
 def infer(program: Program, plan: Plan) -> Layout:
-    tags = _flow(program)
+    tags = _flow(program) if program.mesh.names else []
     out = Layout(defaultdict(dict), [], {})
     # The largest weights choose first: where two pairs want one weight, the smaller one (an adapter) stays whole.
     for union in sorted(_unions(tags), key=lambda u: -sum(prod(program.params[t.weight.placeholder].shape) for t in u)):

@@ -43,8 +43,8 @@ def rule_for(node: fx.Node) -> Rule:
         raise MoecError(
             f"no sharding rule for {node.target} (node {node.name})",
             where=node.meta.get("where", ""),
-            way_out="add one line to the table in passes/shard/rules.py, or keep this module on plans with dp only "
-            "if the op is local to a sample",
+            way_out="add one line to the table in passes/shard/rules.py, or write the module with other ops; "
+            "one rank needs no rules",
         )
     return maker(node)
 

@@ -21,6 +21,8 @@ from moec.runtime.errors import MoecError
 
 
 def check_types(program: Program) -> None:
+    if not program.mesh.names:
+        return
     derived: dict[fx.Node, Types | list[Types]] = {}
     for node in program.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
