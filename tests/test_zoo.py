@@ -49,9 +49,9 @@ REFUSED = {
 }
 
 
-def make(family: str) -> nn.Module:
+def make(family: str, layers: int = 2) -> nn.Module:
     torch.manual_seed(0)
-    model = build(family, 2, **TINY, **FAMILIES[family])
+    model = build(family, layers, **TINY, **FAMILIES[family])
     generator = torch.Generator().manual_seed(1)
     values = [*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith("correction_bias"))]
     with torch.no_grad():  # what starts as zeros or ones would hide what it is multiplied with
@@ -94,7 +94,7 @@ def test_family_under_every_plan(family: str, plan: tuple[int, int, int, int]) -
 )
 def test_heads_are_dealt_to_the_ranks(family: str, placed: dict[str, str]) -> None:
     """Not only exact: a layout that keeps everything whole would be exact too."""
-    model = make(family)
+    model = make(family, layers=1)
     args, kwargs = dummy_examples(model, training=True)
     program = compile_program(model, Plan(1, 4, 1, 4), 4, args, kwargs, training=True)
     for name, kind in placed.items():
