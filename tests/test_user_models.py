@@ -18,7 +18,7 @@ def cases():
             yield pytest.param(name, plan, marks=marks, id=f"{name} {plan}")
 
 
-@pytest.mark.parametrize(("name", "plan"), cases())
+@pytest.mark.parametrize(("name", "plan"), list(cases()))
 def test_proved(name, plan):
     torch.manual_seed(0)
     model, inputs = user_models.CASES[name]()
