@@ -219,7 +219,8 @@ def test_tied_weights_are_one_parameter_reduced_once() -> None:
 
 def test_q_k_v_share_one_conversion() -> None:
     program = dict(compiled(Shape(), (1, 4, 1, 4)))["shard"]
-    x = next(n for n in program.graph.nodes if n.meta.get("where") == "layers.0.attention.q").args[0]
+    linears = (n for n in program.graph.nodes if n.op == "call_function" and op_name(n) == "aten.linear")
+    x = next(n for n in linears if n.meta["where"] == "layers.0.attention.q").args[0]
     assert collective(x.target).kind == "i_to_r"
     assert len(x.users) == 3
 
