@@ -13,8 +13,10 @@ demo: .venv/.installed
 
 test: lint pytest
 
+# Four processes fill two cores; what runs in one process runs two files at a time.
 pytest: .venv/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "gloo and not nightly"
+	$(BIN)/python -m pytest -m "not gloo and not nightly" -n 2 --dist loadfile
 
 nightly: .venv/.installed
 	$(BIN)/python -m pytest -m nightly --timeout 1800

@@ -17,6 +17,13 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=300,
 hypothesis.settings.load_profile(os.environ.get("MOEC_HYPOTHESIS", "repeat"))
 
 
+def pytest_collection_modifyitems(items):
+    """Tests that start processes of their own are marked ``gloo``: they run by themselves, the others two at a time."""
+    for item in items:
+        if "gloo4" in item.fixturenames or item.path.name == "test_pool.py":
+            item.add_marker(pytest.mark.gloo)
+
+
 @pytest.fixture(scope="session")
 def gloo4():
     """Four processes with a gloo process group, started at the first use: ``gloo4.run(fn, *args)``."""
