@@ -617,11 +617,6 @@ def _(d, op):
 # -- spelled by users --------------------------------------------------------------------------------------------------
 
 
-@case("aten.tril", "aten.triu")
-def _(d, op):
-    return op.default, (d.x(d.pick("a b c", "b c")), d.pick(-1, 0, 1))
-
-
 @case("aten.einsum")
 def _(d, op):
     equation, a, b = d.pick(
@@ -639,46 +634,6 @@ def _(d, op):
 @case("aten.binary_cross_entropy_with_logits")
 def _(d, op):
     return op.default, (d.x("a b"), d.x("a b", 0, 1), None, None, 0)
-
-
-@case("aten.scatter")
-def _(d, op):
-    index = torch.arange(4)[:, None].expand(4, d.size("b") if d.pick(True, False) else 4)
-    if d.pick(True, False):
-        return op.value, (d.x("12 b"), 0, index, 9.0)
-    return op.src, (d.x("b 12").t() if d.pick(True, False) else d.x("12 b"), 0, index, d.x(f"4 {index.shape[1]}"))
-
-
-@case("aten.slice_scatter")
-def _(d, op):
-    x, dim = d.x("12 b"), d.pick(0, -2, 1)
-    return op.default, (x, d.x("4 b") if dim != 1 else d.x("12 4"), dim, 0, 4)
-
-
-@case("aten.select_scatter")
-def _(d, op):
-    x, dim = d.x("a b c"), d.pick(0, 1, -1)
-    return op.default, (x, d.x({0: "b c", 1: "a c", -1: "a b"}[dim]), dim, 1)
-
-
-@case("aten.histc")
-def _(d, op):
-    return op.default, (d.ids("a b", 7).double(), 7, 0, 6)
-
-
-@case("aten.bincount")
-def _(d, op):
-    return op.default, (d.ids("a", 7), None, 7)
-
-
-@case("aten.repeat_interleave")
-def _(d, op):
-    return op.self_int, (d.x("a b"), 2, d.pick(0, 1))
-
-
-@case("aten.scatter_add")
-def _(d, op):
-    return op.default, (d.x("a b"), d.pick(0, 1), d.ids("a b", 4), d.x("a b"))
 
 
 @case("aten.slice")
