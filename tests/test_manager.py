@@ -130,3 +130,12 @@ def test_nothing_declined_is_said_too(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("MOEC_DUMP", str(tmp_path))
     compile_program(torch.nn.Sequential(torch.nn.Linear(4, 4)), Plan(2), 2, (torch.randn(2, 4),), {}, training=True)
     assert dumped(tmp_path)["why_not.txt"] == "nothing was declined\n"
+
+
+def test_a_pass_that_changes_only_the_contract_is_checked_too() -> None:
+    """The graph's text stays the same; what it is owed does not."""
+    program = compile_stages(captured(Shape()), PLAN)[-1][1]
+    after = program.fork()
+    assert not manager._changed(program, after)
+    after.grad_reductions.popitem()
+    assert manager._changed(program, after)
