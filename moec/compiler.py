@@ -116,7 +116,7 @@ def parallelize(
 
 
 def _needs_a_world(plan: Plan, world: int) -> None:
-    asked = [d for d in (plan.dp, plan.tp, plan.ep, plan.etp) if isinstance(d, int) and d > 1]
+    asked = [d for d in (plan.dp, plan.cp, plan.tp, plan.ep, plan.etp) if isinstance(d, int) and d > 1]
     if asked and world == 1 and not (dist.is_available() and dist.is_initialized()):
         raise MoecError(
             f"the plan {plan.to_dict()} asks for more ranks than one, and there is no process group",

@@ -1,7 +1,8 @@
 """Plan: how a model is to be laid out over the ranks; what a user writes, in Python or YAML.
 
-A plan says nothing about the model's code.  ``dp`` copies share the batch, ``tp`` ranks share each dense layer, ``ep``
-ranks share the experts, ``etp`` ranks share each expert; (dp, tp) and (edp, ep, etp) factor the *same* ranks.
+A plan says nothing about the model's code.  ``dp`` copies share the batch, ``cp`` ranks share each sequence, ``tp``
+ranks share each dense layer, ``ep`` ranks share the experts, ``etp`` ranks share each expert; (dp, cp, tp) and
+(edp, ep, etp) factor the *same* ranks.
 
 ``resolve`` fills what depends on the world, ``mesh`` cuts the ranks into atomic axes, ``validate`` reports everything
 that is wrong at once together with the nearest plan that would work.  A plan never changes.
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from math import log2
+from math import gcd, log2
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 STYLES = ("column", "row", "replicate")
 BACKENDS = ("eager",)
 OUTPUTS = ("sharded", "full", "drop")
-DEGREES = ("dp", "tp", "ep", "etp")
+DEGREES = ("dp", "cp", "tp", "ep", "etp")
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Limit:
     Example: ``Limit("tp", 4, "key/value heads", "model.layers.0.self_attn.k_proj")``.
     """
 
-    role: Literal["dp", "tp", "ep", "etp"]
+    role: Literal["dp", "cp", "tp", "ep", "etp"]
     size: int
     what: str
     where: str = ""
@@ -51,13 +52,22 @@ class Limit:
 @dataclass(frozen=True)
 class Plan:
     dp: int | None = None
-    """Ranks that share the batch; None: what the world leaves after tp."""
+    """Ranks that share the batch; None: what the world leaves after cp and tp."""
     tp: int = 1
     """Ranks that share each dense layer (heads, widths, vocabulary)."""
     ep: int = 1
     """Ranks that share the experts of a block."""
     etp: int | None = None
     """Ranks that share each expert's width; None: tp when ep is 1, else 1."""
+    cp: int = 1
+    """Ranks that share each sequence (context parallelism: the activations are sharded on the sequence, attention
+    exchanges it for heads)."""
+    sequence_parallel: bool = False
+    """Between the tensor-parallel regions the residual stream is sharded on the sequence over tp, not held by every
+    rank."""
+    fsdp: bool | int = False
+    """Shard parameters, gradients and so optimizer state over dp (experts over edp), and gather them at their use.
+    An integer: over that many of the dp ranks, copies over the rest (HSDP)."""
     layout: Literal["auto"] | Mapping[str, str] = "auto"
     """``auto``, or {pattern of parameter names or of the modules that own them: ``column``, ``row`` or ``replicate``};
     ``*`` matches dots too, later patterns win, and what none matches is placed as ``auto`` would."""
@@ -114,7 +124,12 @@ class Plan:
         """The atomic axes of this plan.  Raises MoecError when the two factorisations do not nest."""
         p = self.resolve(world_size)
         assert p.dp is not None and p.etp is not None
-        return Mesh.of(dp=p.dp, tp=p.tp, ep=p.ep, etp=p.etp)
+        return Mesh.of(dp=p.dp, tp=p.tp, ep=p.ep, etp=p.etp, cp=p.cp, fsdp=p.fsdp_degree)
+
+    @property
+    def fsdp_degree(self) -> int:
+        """How many ranks share each parameter (of a resolved plan): dp, some of it, or 1."""
+        return (self.dp or 1) if self.fsdp is True else int(self.fsdp) or 1
 
     def output_mode(self, path: str) -> str:
         """``sharded``, ``full`` or ``drop`` for the output at ``path``."""
@@ -153,15 +168,21 @@ class Plan:
             return None
         demands = list(limits)
         want = self._filled(world_size) if self._degrees_are_numbers() else Plan(dp=world_size, etp=1)
+        dense = [(tp, cp) for tp in _divisors(world_size) for cp in _divisors(world_size // tp)]
+        if want.cp == 1:  # sharing sequences is asked for, never proposed
+            dense = [(tp, cp) for tp, cp in dense if cp == 1]
         best: tuple[tuple[float, ...], Plan] | None = None
-        for tp in _divisors(world_size):
+        for tp, cp in dense:
             for ep in _divisors(world_size):
                 for etp in _divisors(world_size // ep):
-                    plan = replace(self, dp=world_size // tp, tp=tp, ep=ep, etp=etp)
+                    dp = world_size // (tp * cp)
+                    plan = replace(self, dp=dp, tp=tp, cp=cp, ep=ep, etp=etp)
+                    if not isinstance(self.fsdp, bool) and self.fsdp:
+                        plan = replace(plan, fsdp=gcd(dp, self.fsdp))
                     if not _nests(plan) or not all(d.allows(plan) for d in demands):
                         continue
-                    apart = [abs(log2(getattr(plan, r) / getattr(want, r))) for r in DEGREES]
-                    score = (round(sum(apart), 9), apart[1], apart[2], apart[3], tp, ep, etp)
+                    apart = {r: abs(log2(getattr(plan, r) / getattr(want, r))) for r in DEGREES}
+                    score = (round(sum(apart.values()), 9), *(apart[r] for r in ("tp", "ep", "etp", "cp")), tp, ep, etp)
                     if best is None or score < best[0]:
                         best = (score, plan)
         return best[1] if best else None
@@ -173,13 +194,13 @@ class Plan:
         return [
             f"{role}={value!r} is not a positive integer"
             for role in DEGREES
-            if (value := getattr(self, role)) is not None or role in ("tp", "ep")
+            if (value := getattr(self, role)) is not None or role in ("cp", "tp", "ep")
             if not isinstance(value, int) or isinstance(value, bool) or value < 1
         ]
 
     def _filled(self, world_size: int) -> Plan:
         # Also called for plans that do not fit, to compare them with plans that do: hence max(1, ...).
-        dp = max(1, world_size // self.tp) if self.dp is None else self.dp
+        dp = max(1, world_size // (self.cp * self.tp)) if self.dp is None else self.dp
         etp = (self.tp if self.ep == 1 else 1) if self.etp is None else self.etp
         return replace(self, dp=dp, etp=etp)
 
@@ -187,27 +208,38 @@ class Plan:
         if not isinstance(world_size, int) or world_size < 1:
             return [f"world size {world_size!r} is not a positive integer"]
         problems = self._number_problems()
+        if not isinstance(self.fsdp, bool) and (not isinstance(self.fsdp, int) or self.fsdp < 1):
+            problems.append(f"fsdp={self.fsdp!r} is neither a bool nor a positive integer")
+        if not isinstance(self.sequence_parallel, bool):
+            problems.append(f"sequence_parallel={self.sequence_parallel!r} is not a bool")
         if problems:
             return problems
         p = self._filled(world_size)
         assert p.dp is not None and p.etp is not None
-        if self.dp is None and world_size % self.tp:
-            problems.append(f"tp={self.tp} does not divide the {world_size} ranks of the world")
-        elif p.dp * p.tp != world_size:
-            problems.append(f"dp*tp = {p.dp}*{p.tp} = {p.dp * p.tp} is not the world of {world_size} ranks")
+        dense = self.cp * self.tp
+        product = f"cp*tp = {self.cp}*{self.tp} = {dense}" if self.cp > 1 else f"tp={self.tp}"
+        names, values = ("dp*cp*tp", f"{p.dp}*{p.cp}*{p.tp}") if self.cp > 1 else ("dp*tp", f"{p.dp}*{p.tp}")
+        if self.dp is None and world_size % dense:
+            problems.append(f"{product} does not divide the {world_size} ranks of the world")
+        elif p.dp * dense != world_size:
+            problems.append(f"{names} = {values} = {p.dp * dense} is not the world of {world_size} ranks")
         if world_size % (p.ep * p.etp):
             problems.append(
                 f"ep*etp = {p.ep}*{p.etp} = {p.ep * p.etp} does not divide the {world_size} ranks of the world"
             )
         if not problems:  # only degrees that fill the world can nest, or fail to
             try:
-                Mesh.of(dp=p.dp, tp=p.tp, ep=p.ep, etp=p.etp)
+                Mesh.of(dp=p.dp, tp=p.tp, ep=p.ep, etp=p.etp, cp=p.cp, fsdp=p.fsdp_degree)
             except MoecError as e:
                 problems.append(e.message)
         return problems
 
     def _option_problems(self) -> list[str]:
-        problems = []
+        problems = [
+            f"{name}={value!r} is not supported yet"
+            for name, value in (("sequence_parallel", self.sequence_parallel), ("fsdp", self.fsdp), ("cp", self.cp > 1))
+            if value
+        ]
         if self.backend not in BACKENDS:
             problems.append(f"unknown backend {_did_you_mean(self.backend, BACKENDS)}; known: {', '.join(BACKENDS)}")
         if isinstance(self.layout, Mapping):
@@ -268,15 +300,19 @@ def _error(problems: list[str], nearest: Plan | None) -> MoecError:
         way_out = ""
     else:
         degrees = asdict(nearest)
-        way_out = "nearest degrees that work: " + ", ".join(f"{r}={degrees[r]}" for r in DEGREES)
+        shown = [r for r in DEGREES if r != "cp" or nearest.cp > 1]
+        if not isinstance(nearest.fsdp, bool) and nearest.fsdp:
+            shown.append("fsdp")
+        way_out = "nearest degrees that work: " + ", ".join(f"{r}={degrees[r]}" for r in shown)
     text = problems[0] if len(problems) == 1 else f"{len(problems)} problems\n  - " + "\n  - ".join(problems)
     return MoecError(text, where="plan", way_out=way_out)
 
 
 def _nests(plan: Plan) -> bool:
     assert plan.dp is not None and plan.etp is not None
-    cuts = sorted({1, plan.tp, plan.etp, plan.etp * plan.ep, plan.dp * plan.tp})
-    return all(outer % inner == 0 for inner, outer in pairwise(cuts))
+    dense = plan.cp * plan.tp
+    cuts = {1, plan.tp, dense, dense * plan.fsdp_degree, plan.etp, plan.etp * plan.ep, dense * plan.dp}
+    return all(outer % inner == 0 for inner, outer in pairwise(sorted(cuts)))
 
 
 def _divisors(n: int) -> list[int]:

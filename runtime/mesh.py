@@ -1,9 +1,13 @@
 """Ranks as a mesh of atomic axes, fine enough for the dense and the expert factorisation at once.
 
-Rank order is row-major, outermost first: dense ``(dp, tp)`` and expert ``(edp, ep, etp)`` factor the *same* ranks
+Rank order is row-major, outermost first: dense ``(dp, cp, tp)`` and expert ``(edp, ep, etp)`` factor the *same* ranks
 (parallel folding).  Cutting the ranks at every boundary of either factorisation gives *atomic axes*; each of
-dp, tp, edp, ep, etp is then a set of atomic axes, and a value crosses from the dense to the expert mesh without any
+dp, cp, tp, edp, ep, etp is then a set of atomic axes, and a value crosses from the dense to the expert mesh without any
 operation.  An axis is named after its two roles: ``dp_ep`` belongs to dp and to ep.
+
+With FSDP the ranks are also cut between copies that replicate the parameters (outer) and those that share them (inner,
+``fsdp`` of the dp ranks).  Axes of the first kind are named ``dpr_…``; ``role("fsdp")`` are the dp axes that dense
+parameters are sharded over, ``role("efsdp")`` the edp axes that expert parameters are sharded over.
 
 Example: 4 ranks, dp=2, tp=2, ep=4 gives the axes ``dp_ep`` (2) and ``tp_ep`` (2); ep is both of them.
 
@@ -21,7 +25,7 @@ from math import prod
 
 from .errors import MoecError
 
-DENSE_ROLES = ("dp", "tp")
+DENSE_ROLES = ("dp", "cp", "tp")
 EXPERT_ROLES = ("edp", "ep", "etp")
 
 
@@ -33,6 +37,8 @@ class Axis:
     size: int
     dense: str
     expert: str
+    shares: bool = False
+    """FSDP: the ranks of this axis share parameters, rather than hold copies of them."""
 
 
 @dataclass(frozen=True)
@@ -42,28 +48,35 @@ class Mesh:
     axes: tuple[Axis, ...] = ()
 
     @staticmethod
-    def of(dp: int = 1, tp: int = 1, ep: int = 1, etp: int = 1) -> Mesh:
-        """Build the mesh of ``dp * tp`` ranks; edp is what ep and etp leave.
+    def of(dp: int = 1, tp: int = 1, ep: int = 1, etp: int = 1, cp: int = 1, fsdp: int = 1) -> Mesh:
+        """Build the mesh of ``dp * cp * tp`` ranks; edp is what ep and etp leave.  ``fsdp`` of the dp ranks share
+        parameters (1: each dp rank holds a copy).
 
-        Raises MoecError when ``ep * etp`` does not divide the ranks or the two factorisations do not nest.
+        Raises MoecError when ``ep * etp`` does not divide the ranks, ``fsdp`` does not divide dp, or the
+        factorisations do not nest.
         """
-        world = dp * tp
+        world, dense = dp * cp * tp, f"dp={dp}, {f'cp={cp}, ' if cp > 1 else ''}tp={tp}"
         if world % (ep * etp):
-            raise MoecError(f"ep*etp = {ep}*{etp} does not divide the {world} ranks of dp*tp = {dp}*{tp}", where="plan")
+            raise MoecError(f"ep*etp = {ep}*{etp} does not divide the {world} ranks of {dense}", where="plan")
+        if dp % fsdp:
+            raise MoecError(f"fsdp={fsdp} does not divide dp={dp}", where="plan")
+        copy = fsdp * cp * tp if fsdp > 1 else 0  # ranks that together hold one copy of the parameters
         # Strides (innermost first) at which each factorisation passes from one role to the next.
-        cuts = sorted({1, tp, etp, etp * ep, world})
+        cuts = sorted({1, tp, cp * tp, etp, etp * ep, world, *([copy] if copy else [])})
         axes = []
         for inner, outer in pairwise(cuts):
             if outer % inner:
                 raise MoecError(
-                    f"the dense (dp={dp}, tp={tp}) and expert (ep={ep}, etp={etp}) factorisations do not nest: "
-                    f"{inner} does not divide {outer}",
+                    f"the dense ({dense}) and expert (ep={ep}, etp={etp}) factorisations do not nest"
+                    f"{f' with fsdp={fsdp}' if copy else ''}: {inner} does not divide {outer}",
                     where="plan",
-                    way_out="choose tp, etp and ep*etp so that each divides the next larger one",
+                    way_out="choose tp, cp*tp, etp and ep*etp so that each divides the next larger one",
                 )
-            dense = "tp" if outer <= tp else "dp"
+            role = "tp" if outer <= tp else "cp" if outer <= cp * tp else "dp"
             expert = "etp" if outer <= etp else "ep" if outer <= etp * ep else "edp"
-            axes.append(Axis(f"{dense}_{expert}", outer // inner, dense, expert))
+            shares = outer <= copy
+            name = f"{'dpr' if copy and not shares else role}_{expert}"
+            axes.append(Axis(name, outer // inner, role, expert, shares))
         return Mesh(tuple(reversed(axes)))
 
     @cached_property
@@ -82,7 +95,10 @@ class Mesh:
         return next(a for a in self.axes if a.name == name)
 
     def role(self, role: str) -> tuple[str, ...]:
-        """Names of the atomic axes that make up a role (dp, tp, edp, ep or etp), in mesh order."""
+        """Names of the atomic axes that make up a role (dp, cp, tp, edp, ep, etp, fsdp or efsdp), in mesh order."""
+        if role in ("fsdp", "efsdp"):
+            of = {"fsdp": "dp", "efsdp": "edp"}[role]
+            return tuple(a.name for a in self.axes if a.shares and of in (a.dense, a.expert))
         return tuple(a.name for a in self.axes if role in (a.dense, a.expert))
 
     def size(self, axes: str | Iterable[str]) -> int:

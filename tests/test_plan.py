@@ -20,6 +20,9 @@ plans = st.builds(
     tp=degrees,
     ep=degrees,
     etp=st.none() | degrees,
+    cp=st.sampled_from([1, 1, 2, 3]),
+    sequence_parallel=st.booleans(),
+    fsdp=st.booleans() | st.sampled_from([2, 3]),
     layout=st.just("auto") | st.dictionaries(st.sampled_from(["a.*", "*.w"]), st.sampled_from(["column", "row"])),
     inputs=st.none() | st.dictionaries(st.sampled_from(["ids", "0"]), st.none() | st.integers(0, 2)),
     outputs=st.sampled_from(["sharded", "full", {"logits": "drop"}]),
@@ -66,21 +69,41 @@ def test_resolve(plan, world, dp, etp):
 
 @given(plans, st.sampled_from([1, 2, 4, 6, 8, 12]))
 def test_a_plan_is_refused_exactly_when_it_has_no_mesh(plan, world):
-    plan = Plan(plan.dp, plan.tp, plan.ep, plan.etp)
-    dp = plan.dp or max(1, world // plan.tp)
+    plan = Plan(plan.dp, plan.tp, plan.ep, plan.etp, plan.cp, fsdp=plan.fsdp)
+    dp = plan.dp or max(1, world // (plan.cp * plan.tp))
     etp = plan.etp or (plan.tp if plan.ep == 1 else 1)
+    shared = dp if plan.fsdp is True else plan.fsdp or 1
     try:
-        fits = Mesh.of(dp, plan.tp, plan.ep, etp).world == world and dp * plan.tp == world
+        fits = Mesh.of(dp, plan.tp, plan.ep, etp, plan.cp, shared).world == world and dp * plan.cp * plan.tp == world
     except MoecError:
         fits = False
     if fits:
-        plan.validate(world)
+        plan.resolve(world)
         assert plan.mesh(world).world == world
     else:
         with pytest.raises(MoecError, match="nearest degrees that work"):
             plan.validate(world)
         with pytest.raises(MoecError):
             plan.resolve(world) and plan.mesh(world)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "names", "sharing"),
+    [
+        ({"dp": 8, "fsdp": 2}, ["dpr_edp", "dp_edp"], {"fsdp": ["dp_edp"], "efsdp": ["dp_edp"]}),
+        ({"dp": 4, "tp": 2, "ep": 4, "fsdp": 4}, ["dp_edp", "dp_ep", "tp_ep"],
+         {"fsdp": ["dp_edp", "dp_ep"], "efsdp": ["dp_edp"]}),
+        ({"dp": 2, "cp": 2, "tp": 2, "ep": 4}, ["dp_edp", "cp_ep", "tp_ep"], {"fsdp": [], "efsdp": []}),
+        # Whole experts beside tp: the tp ranks hold the same ones, and share them.
+        ({"dp": 2, "tp": 2, "fsdp": 2}, ["dp_edp", "tp_edp"], {"fsdp": ["dp_edp"], "efsdp": ["dp_edp", "tp_edp"]}),
+    ],
+)  # fmt: skip
+def test_ranks_that_share_a_sequence_or_parameters_are_axes_too(degrees, names, sharing):
+    mesh = Mesh.of(**degrees)
+    assert list(mesh.names) == names
+    assert {role: list(mesh.role(role)) for role in sharing} == sharing
+    for role in ("dp", "cp", "tp"):
+        assert mesh.size(mesh.role(role)) == degrees.get(role, 1)
 
 
 @settings(max_examples=25)
