@@ -13,7 +13,9 @@ import sympy
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import DispatchKey
 from torch._C._distributed_c10d import _register_work, _resolve_process_group
+from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import LocalSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -168,3 +170,16 @@ def fake_mode_of(values: Iterable[object]) -> FakeTensorMode | None:
 def is_unbacked(size: sympy.Expr) -> bool:
     """Does a size depend on data, so that tracing gave it a symbol of its own?"""
     return any(symbol_is_type(s, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)) for s in size.free_symbols)
+
+
+def _forget_wrong_shapes() -> None:
+    """torch registers the reference of ``F.nll_loss`` as the decomposition of ``aten.nll_loss``, whose fourth argument
+    is another one: with ``reduction="none"`` fake tensors then get the shape of a sum, and so does a cross entropy.
+    Without that entry torch takes the operator's own composite form, which is right."""
+    op = torch.ops.aten.nll_loss.default
+    decomposition_table.pop(op, None)
+    op.py_kernels.pop(DispatchKey.Meta, None)
+    op._dispatch_cache.clear()
+
+
+_forget_wrong_shapes()

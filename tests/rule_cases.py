@@ -621,7 +621,8 @@ def _(d, op):
 def _(d, op):
     equation, a, b = d.pick(
         ("bsnd,btnd->bnst", "b s n d", "b t n d"), ("ab,bc->ac", "a b", "b c"), ("ab,cb", "a b", "c b"),
-        ("abc,c->b", "a b c", "c"), ("aab,b->ab", "a a b", "b"),
+        ("abc,c->b", "a b c", "c"), ("aab,b->ab", "a a b", "b"), ("...k,nk->...n", "a b k", "n k"),
+        ("a...,c...->ac...", "a x b", "c b"), ("k...k,...", "k a k", "a"), ("...k,...k->k", "a b k", "b k"),
     )  # fmt: skip
     return op.default, (equation, [d.x(a), d.x(b)])
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from moec.capture import capture, skeleton
+from moec.program import op_name
 from moec.runtime import torch_compat
 from moec.runtime.errors import MoecError
 
@@ -113,3 +114,23 @@ def test_refusals(model, message):
 def test_no_examples_and_none_to_be_had():
     with pytest.raises(MoecError, match="dummy_inputs"):
         capture(Small(), training=True)
+
+
+class LossPerSequence(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x, labels):
+        each = F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), reduction="none")
+        return each.view(labels.shape).sum(1)
+
+
+def test_a_loss_that_is_not_reduced_keeps_its_shape():
+    """torch 2.13 itself records a scalar here, and then cannot trace the view."""
+    model = LossPerSequence()
+    program = capture(model, (torch.zeros(3, 4, 6), torch.zeros(3, 4, dtype=torch.long)), training=True)
+    (loss,) = (n for n in program.graph.nodes if op_name(n) == "aten.cross_entropy_loss")
+    assert loss.meta["val"].dim() == 1
+    x, labels = torch.randn(2, 7, 6), torch.randint(0, 5, (2, 7))
+    torch.testing.assert_close(run(program, model, {"0": x, "1": labels})[0], model(x, labels))

@@ -11,7 +11,6 @@ from moec.passes.shard.families import einsum
 from moec.passes.shard.rule import Dims, Rule, is_one, operands, result_shapes, same_size, shape
 from moec.passes.shard.views import view_factors
 from moec.program import op_name
-from moec.runtime.errors import MoecError
 
 
 def transpose_(node: fx.Node) -> Rule:
@@ -206,24 +205,29 @@ def triangle_(node: fx.Node) -> Rule:
 
 
 def einsum_(node: fx.Node) -> Rule:
-    """The equation is the rule: a letter is a factor; letters that the result lacks are summed."""
-    equation = node.args[0].replace(" ", "")
-    if "..." in equation:
-        raise MoecError(
-            f"einsum {equation!r}: an ellipsis has no factors", where=node.meta.get("where", ""),
-            way_out="name the dims in the equation",
-        )  # fmt: skip
-    left, arrow, right = equation.partition("->")
-    terms = left.split(",")
+    """The equation is the rule: a letter is a factor; letters that the result lacks are summed.  An ellipsis stands for
+    dims that broadcast, aligned on the right: factors of their own."""
+    left, arrow, right = node.args[0].replace(" ", "").partition("->")
     if not arrow:
-        right = "".join(sorted(c for c in set(left) - {","} if left.count(c) == 1))
+        letters = left.replace(".", "").replace(",", "")
+        right = "..." * ("..." in left) + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+    ops = operands(node)
+    terms = [_named_dims(t, len(shape(o))) for t, o in zip(left.split(","), ops, strict=True)]
+    out = _named_dims(right, len(result_shapes(node)[0]))
     # A letter that repeats within one operand takes a diagonal.
     twice = {c for t in terms for c in t if t.count(c) > 1}
     dims = [
         tuple(None if is_one(d) else c for c, d in zip(t, shape(o), strict=True))
-        for t, o in zip(terms, operands(node), strict=True)
+        for t, o in zip(terms, ops, strict=True)
     ]
-    return Rule(tuple(dims), (tuple(right),), frozenset(twice), "multilinear")
+    return Rule(tuple(dims), (out,), frozenset(twice), "multilinear")
+
+
+def _named_dims(term: str, rank: int) -> tuple[str, ...]:
+    """``b...d`` of rank 5: b, the last three broadcast dims, d."""
+    before, dots, after = term.partition("...")
+    spread = rank - len(before) - len(after) if dots else 0
+    return (*before, *(f"...{i}" for i in reversed(range(spread))), *after)
 
 
 def histogram_(node: fx.Node) -> Rule:
