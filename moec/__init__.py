@@ -6,7 +6,7 @@ model(input_ids=ids, labels=labels).loss.backward()
 """
 
 from moec.check import CheckReport, check
-from moec.compiler import compile_program, parallelize
+from moec.compiler import compile_program, parallelize, sharding_rule
 from moec.explain import Explanation, explain
 from moec.module import ParallelModule
 from moec.plan import Plan
@@ -27,4 +27,5 @@ __all__ = [
     "load_full_state_dict",
     "parallelize",
     "shard_batch",
+    "sharding_rule",
 ]

@@ -206,7 +206,7 @@ def _relative(got: Tensor, want: Tensor, floor: float = 0.0) -> float:
         raise MoecError(f"shape {tuple(got.shape)} instead of {tuple(want.shape)}", where="check")
     if not want.is_floating_point():
         return float((got != want).any())
-    return float((got - want).norm() / max(float(want.norm()), floor, 1e-300))
+    return float((got - want).norm()) / max(float(want.norm()), floor, 1e-300)
 
 
 def _global_batch(model: nn.Module, args: tuple, kwargs: dict, dp: int) -> tuple[tuple, dict]:

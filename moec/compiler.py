@@ -24,11 +24,14 @@ from moec.passes.lower import bind, group_keys, lower
 from moec.passes.normalize import normalize
 from moec.passes.raise_moe import raise_moe
 from moec.passes.shard import shard
+from moec.passes.shard.custom import sharding_rule
 from moec.plan import Plan
 from moec.preflight import agree, digest
 from moec.program import Program
 from moec.runtime.errors import MoecError
 from moec.runtime.groups import Groups
+
+__all__ = ["PIPELINE", "compile_program", "parallelize", "sharding_rule"]
 
 PIPELINE: tuple[Pass, ...] = (normalize, raise_moe, shard, lower)
 

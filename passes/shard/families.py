@@ -55,13 +55,13 @@ def einsum(spec: str, carries: str = "multilinear", added: int | None = None) ->
             if "..." in names:
                 i = names.index("...")
                 extra = len(s) - (len(names) - 1)
-                names[i : i + 1] = [f"b{extra - j}" for j in range(extra)]
+                names[i : i + 1] = [f"...{extra - j}" for j in range(extra)]
             out: list[str | None] = []
             for n, d in zip(names, s, strict=True):
                 if n.startswith("!"):
                     n = n[1:]
                     blocked.add(n)
-                broadcast = n == "1" or (n.startswith("b") and n[1:].isdigit() and is_one(d))
+                broadcast = n == "1" or (n.startswith("...") and is_one(d))
                 out.append(None if broadcast else n)
             return tuple(out)
 

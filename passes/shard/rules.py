@@ -8,7 +8,8 @@ gathered first.  Size-1 dims that broadcast have no factor.
 ``carries`` says how pending sums pass: ``linear`` ops map P operands to a P result when all operands are P,
 ``multilinear`` ops when exactly one is and the others are R, ``first`` ops (a / b) when the first one is.
 
-An op without a rule is an error that names the op and its module, never a silent gather.
+An op without a rule is an error that names the op and its module, never a silent gather.  Users declare rules of
+their own ops (``custom.py``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from torch import fx
 
 from moec.passes.shard import singles as one
+from moec.passes.shard.declared import declared_rule
 from moec.passes.shard.families import (
     along,
     argmax_rule,
@@ -38,15 +40,24 @@ from moec.runtime.errors import MoecError
 
 def rule_for(node: fx.Node) -> Rule:
     """The factor rule of a ``call_function`` node, for its recorded (global) shapes."""
-    maker = _RULES.get(op_name(node))
+    maker = _RULES.get(op_name(node)) or declared_rule(node)
     if maker is None:
         raise MoecError(
             f"no sharding rule for {node.target} (node {node.name})",
             where=node.meta.get("where", ""),
-            way_out="add one line to the table in passes/shard/rules.py, or write the module with other ops; "
-            "one rank needs no rules",
+            way_out=f'declare its dims, moec.sharding_rule("{_qualified(node)}", "... k, n k -> ... n") for example, or '
+            "write the module with other ops; one rank needs no rules",
         )
     return maker(node)
+
+
+def _qualified(node: fx.Node) -> str:
+    return op_name(node).replace(".", "::", 1)
+
+
+def in_table(op: str) -> bool:
+    """Whether moec has rules of its own for the op of this qualified name (``"aten::linear"``)."""
+    return op.replace("::", ".") in _RULES or op.startswith("moec::")
 
 
 def is_creation(node: fx.Node) -> bool:
