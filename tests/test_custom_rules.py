@@ -1,5 +1,5 @@
-"""Rules that users declare for their own ops: models with such ops are exact, wrong rules are caught, and what cannot be
-right is refused when it is declared or used."""
+"""Rules that users declare for their own ops: models with such ops are exact, wrong rules are caught, and what cannot
+be right is refused when it is declared or used."""
 
 from __future__ import annotations
 

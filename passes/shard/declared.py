@@ -44,7 +44,6 @@ def is_tensor(kind) -> bool:
     return isinstance(kind, torch.TensorType)
 
 
-
 def _fit(node: fx.Node, rule: Declared) -> Rule:
     terms, results = _terms(node, rule), rule.results
     shapes, outs = [shape(o) for o in operands(node)], result_shapes(node)
@@ -52,7 +51,7 @@ def _fit(node: fx.Node, rule: Declared) -> Rule:
         results = results * len(outs)
     if len(results) != len(outs):
         raise _misfit(node, rule, f"it yields {len(outs)} results")
-    sizes: dict[str, object] = {}
+    sizes: dict[str, int | torch.SymInt] = {}
     for what, term, s in [("operand", *x) for x in zip(terms, shapes, strict=True)] + [
         ("result", *x) for x in zip(results, outs, strict=True)
     ]:

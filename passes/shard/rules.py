@@ -45,8 +45,8 @@ def rule_for(node: fx.Node) -> Rule:
         raise MoecError(
             f"no sharding rule for {node.target} (node {node.name})",
             where=node.meta.get("where", ""),
-            way_out=f'declare its dims, moec.sharding_rule("{_qualified(node)}", "... k, n k -> ... n") for example, or '
-            "write the module with other ops; one rank needs no rules",
+            way_out=f'declare its dims, say moec.sharding_rule("{_qualified(node)}", "... k, n k -> ... n"), or write '
+            "the module with other ops; one rank needs no rules",
         )
     return maker(node)
 
