@@ -1,5 +1,29 @@
 """The ``moec::`` ops: importing this package registers them all."""
 
-from . import convert, exchange, grouped_add, grouped_mm, pad_rows, permute, sort_chunks, unpermute
+from . import (
+    blocked_logsumexp,
+    convert,
+    exchange,
+    grouped_add,
+    grouped_mm,
+    lookup,
+    pad_rows,
+    permute,
+    pick,
+    sort_chunks,
+    unpermute,
+)
 
-__all__ = ["convert", "exchange", "grouped_add", "grouped_mm", "pad_rows", "permute", "sort_chunks", "unpermute"]
+__all__ = [
+    "blocked_logsumexp",
+    "convert",
+    "exchange",
+    "grouped_add",
+    "grouped_mm",
+    "lookup",
+    "pad_rows",
+    "permute",
+    "pick",
+    "sort_chunks",
+    "unpermute",
+]
