@@ -5,7 +5,8 @@
   one device mesh of the atomic axes and hold this rank's part only; with one rank they are plain tensors.
   The source model is copied from, never kept.
 * ``forward`` takes this rank's dp slice of the global batch, passes the preflight, runs the program, and gives the
-  user's own return type back: scalars are global, tensors with the batch dim are this rank's slice.
+  user's own return type back: scalars are global, tensors with the batch dim are this rank's slice (logits beside a
+  loss as a DTensor whose vocabulary tp shards).
 * Gradients arrive in ``.grad`` complete and placed like the parameters (see :mod:`moec.epilogue`).
 * ``train()``, ``eval()`` and other non-tensor arguments select among programs, compiled when first needed.
 """
@@ -29,7 +30,7 @@ from moec.epilogue import Reduction, enter, to_local
 from moec.inputs import Call, bind, canonical
 from moec.placement import R, Types, show
 from moec.preflight import Report, alone, exchange, local_problems, values_digest
-from moec.program import EQUAL_LENGTHS, ParamSpec, Program
+from moec.program import EQUAL_LENGTHS, OutputSpec, ParamSpec, Program
 from moec.runtime.errors import MoecError
 from moec.runtime.groups import Groups
 from moec.runtime.mesh import Mesh
@@ -124,8 +125,19 @@ class ParallelModule(nn.Module):
         self.last_sizes = {s.path: tuple(tensors[s.placeholder].shape) for s in program.inputs.values()}
         results = program.module(*self._operands(program, tensors))
         self.expert_counts = {path: results[i].detach() for path, i in program.expert_counts.items()}
-        leaves = [o.constant if o.index is None else results[o.index] for o in program.outputs]
+        leaves = [o.constant if o.index is None else self._leaf(o, results[o.index]) for o in program.outputs]
         return pytree.tree_unflatten(leaves, program.out_spec)
+
+    def _leaf(self, spec: OutputSpec, local: Tensor) -> Tensor:
+        """An output as users see it: what tp shards (logits beside a loss) is a DTensor over the tp axes of this rank's
+        batch slice."""
+        axes = tuple(a for a in self._mesh.role("tp") if spec.types.get(a, R).kind == "S")
+        if not axes:
+            return local
+        assert self._groups is not None and self._groups.device_mesh is not None
+        types, mesh = {a: spec.types[a] for a in axes}, self._mesh
+        shape = [n * mesh.size([a for a in axes if types[a].dim == d]) for d, n in enumerate(local.shape)]
+        return shards.distribute(local, tuple(shape), types, mesh, self._groups.device_mesh[axes])
 
     def expert_load(self) -> dict[str, Tensor]:
         """Tokens per expert of each MoE block in the last forward, over the global batch.  Collective."""

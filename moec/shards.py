@@ -107,11 +107,12 @@ def placements(types: Types, mesh: Mesh) -> tuple[Placement, ...]:
 
 
 def distribute(local: Tensor, shape: tuple[int, ...], types: Types, mesh: Mesh, device_mesh: DeviceMesh) -> DTensor:
-    """Call ``local`` this rank's part of a DTensor of the given global shape.  No communication."""
+    """Call ``local`` this rank's part of a DTensor of the given shape, on the device mesh or some of its axes.  No
+    communication; a gradient of the DTensor becomes one of ``local``."""
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        local, device_mesh, placements(types, mesh), run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    known = device_mesh.mesh_dim_names or ()
+    where = [p for axis, p in zip(mesh.names, placements(types, mesh), strict=True) if axis in known]
+    return DTensor.from_local(local, device_mesh, where, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def packed(types: Types) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import moec
 from moec import compiler
@@ -56,6 +57,8 @@ def batch(B: int = 8, S: int = 9, seed: int = 1) -> dict[str, Tensor]:
 
 def relative(got: Tensor | None, want: Tensor | None, floor: float = 0.0) -> float:
     got, want = (torch.zeros((), dtype=torch.float64) if t is None else t.detach() for t in (got, want))
+    if isinstance(got, DTensor):  # logits whose vocabulary is sharded
+        got = got.full_tensor()
     return float((got - want).norm() / max(float(want.norm()), floor, 1e-300))
 
 

@@ -510,6 +510,24 @@ def _(d, op):
     return op.default, (d.x("v h"), d.ids(d.pick("a b", "a"), d.size("v")))
 
 
+@case("moec.lookup")
+def _(d, op):
+    numbers = torch.arange(d.size("v"))
+    return op.default, (d.x("v h"), numbers, d.ids(d.pick("a b", "a"), d.size("v")), d.pick(-1, 2))
+
+
+@case("moec.pick")
+def _(d, op):
+    lead = d.pick("a b", "a", "")
+    return op.default, (d.x(f"{lead} v"), torch.arange(d.size("v")), d.ids(f"{lead} k", d.size("v") + 2))
+
+
+@case("moec.blocked_logsumexp")
+def _(d, op):
+    d.sizes["v"] = d.pick(12, 24)
+    return op.default, (d.x(d.pick("a b v", "a v", "v")), d.pick(4, 12, 2, 3))
+
+
 @case("aten.index")
 def _(d, op):
     x, n = d.x("a b c"), 4

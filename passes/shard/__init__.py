@@ -10,9 +10,10 @@ Algorithm
     1. Layout: a type for every parameter (``layout.py``).
     2. Split the bias off linears whose contraction is sharded: it must be added once, after the sum.
     3. Walk the graph in order.  For every op and axis, ``solve`` says what the operands must become and what the
-       result is; ``convert`` emits the difference.  Expert regions have their own rules (``experts.py``).
+       result is; ``convert`` emits the difference.  Expert regions have their own rules (``experts.py``), and what
+       looks along a sharded vocabulary is written with ops that need no gather (``vocab.py``).
     4. Re-write size arguments to local sizes (``sizes.py``).
-    5. Outputs: scalars invariant, batch dims stay this rank's slice.
+    5. Outputs: scalars invariant, batch dims stay this rank's slice; logits beside a loss stay sharded over tp.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from moec.passes.shard.rule import Rule, differentiable, is_getitem, operands, s
 from moec.passes.shard.rules import is_creation, rule_for
 from moec.passes.shard.sizes import Sizes
 from moec.passes.shard.solve import Operand, solve
+from moec.passes.shard.vocab import Vocabulary
 from moec.placement import I, P, R, S, Type, Types, V
 from moec.plan import Plan
 from moec.program import EQUAL_LENGTHS, OutputSpec, Program, op_name
@@ -51,6 +53,8 @@ class Sharder:
         self.sizes = Sizes(program, self.mesh.size(self.dp))
         self.convert = Converter(self.graph, self.mesh)
         self.experts = Experts(self)
+        self.vocabulary = Vocabulary(self)
+        self.vocabulary_size = 0
         self.created: dict[tuple[fx.Node, int], str] = {}
         self.counts: dict[str, fx.Node] = {}
         self.token_counts: list[fx.Node] = []
@@ -60,7 +64,7 @@ class Sharder:
         layout = layouts.infer(self.program, self.plan)  # 1
         self.plan.validate(self.mesh.world, self.program, layout.limits)
         self.program.layout_reasons = {self.program.params[p].name: why for p, why in layout.reasons.items()}
-        self.created = layout.created
+        self.created, self.vocabulary_size = layout.created, layout.vocabulary
         self._place_inputs(layout)
         self._split_row_biases()  # 2
         for node in self.graph.nodes:  # 3: new nodes are inserted before the current one, and so not visited
@@ -173,6 +177,8 @@ class Sharder:
             self._become(node, self.experts.unpermute(node))
         elif name in ("moec.grouped_mm", "moec.grouped_add"):
             self._grouped(node, name)
+        elif (other := self.vocabulary.rewrite(node)) is not None:
+            self._become(node, other)
         else:
             self._general(node, name)
 
@@ -286,6 +292,9 @@ class Sharder:
                     else self._local(sizes, node.meta["types"][0], dim, node)
                 )
                 node.args = (node.args[0], local, *node.args[2:])
+        elif name == "moec.blocked_logsumexp":
+            x, blocks = node.args
+            node.args = (x, self._local(blocks, node.meta["types"], len(shape(node)) - 1, node))
         elif name == "aten.conv1d" and (n := self.shards(node.meta["types"], len(shape(node)) - 2)) > 1:
             node.args = (*node.args[:6], node.args[6] // n)  # depthwise: each rank convolves its own channels
         else:
@@ -349,6 +358,14 @@ class Sharder:
             and axis in self.dp
             and mode != "full"
             and self.sizes.carries_batch(value.meta["val"].shape[t.dim])
+        ):
+            return t
+        if (
+            self.vocabulary.picked
+            and mode != "full"
+            and axis in self.tp
+            and t == S(value.meta["val"].ndim - 1)
+            and value.meta["val"].shape[-1] == self.vocabulary_size
         ):
             return t
         if t == R and value.meta["grad"]:

@@ -8,9 +8,12 @@ that does not carry it is *leaked*: sharding it would cost a gather.  Tags that 
 at the attention) stand or fall together.
 
 1. Tag the output dim of every weight; flow.
-2. Union tags that share a dim; a union is good if no tag of it leaked and at least one ended at a weight.
-3. Dense unions are sharded over tp, expert unions over etp; expert weights are sharded over ep on dim 0 besides.
-4. A dict layout overrides by module pattern.  Matching only locates; types are propagated the same way for all.
+2. The vocabulary is the number of rows of the largest table that inputs look up.  Such tables, and the heads that yield
+   as many columns (and are not added to a residual stream), are sharded over tp where tp divides it.  What becomes of
+   the logits does not matter: a model is laid out the same with labels and without.
+3. Union tags that share a dim; a union is good if no tag of it leaked and at least one ended at a weight.
+4. Dense unions are sharded over tp, expert unions over etp; expert weights are sharded over ep on dim 0 besides.
+5. A dict layout overrides by module pattern.  Matching only locates; types are propagated the same way for all.
 
 Every static size that a good tag passed (heads, kv heads, widths) must be divisible by the degree: those are the
 ``Limit`` s that plan validation reports.
@@ -53,6 +56,8 @@ class Tag:
     node: fx.Node
     weight: Weight
     leaked: str = ""
+    mixed: bool = False
+    """Did it meet a value that does not carry it (a residual stream)?"""
     ends: list[fx.Node] = field(default_factory=list)
     sizes: dict[int, str] = field(default_factory=dict)
     vectors: set[tuple[fx.Node, int]] = field(default_factory=set)
@@ -71,11 +76,14 @@ class Layout:
     reasons: dict[str, str]
     created: dict[tuple[fx.Node, int], str] = field(default_factory=dict)
     """(expand, dim that it makes) -> role over which it is made in parts."""
+    vocabulary: int = 0
+    """Rows of the largest table that inputs look up, 0 without one."""
 
 
 def infer(program: Program, plan: Plan) -> Layout:
     tags = _flow(program) if program.mesh.names else []
     out = Layout(defaultdict(dict), [], {})
+    _vocabulary(program, tags, out)
     # The largest weights choose first: where two pairs want one weight, the smaller one (an adapter) stays whole.
     for union in sorted(_unions(tags), key=lambda u: -sum(prod(program.params[t.weight.placeholder].shape) for t in u)):
         _decide(program, union, out)
@@ -179,6 +187,7 @@ def _flow(program: Program) -> list[Tag]:
 def _meet(program, node, rule, f, numbers, arriving, tags, leak) -> None:
     """What else has this factor: a weight's contraction (an end), a bias (sharded alike), a value without the tag."""
     name = op_name(node)
+    trained = {ph for ph, spec in program.params.items() if not spec.buffer}
     for slot, o in enumerate(operands(node)):
         if f not in rule.operands[slot] or arriving[slot].get(rule.operands[slot].index(f)):
             continue
@@ -190,9 +199,11 @@ def _meet(program, node, rule, f, numbers, arriving, tags, leak) -> None:
         elif (origin := _origin(o, rule.operands[slot].index(f), program)) is not None:
             for t in numbers:
                 (tags[t].vectors if origin[0].op == "placeholder" else tags[t].created).add(origin)
-        elif not o.meta["val"].dtype.is_floating_point or not _depends_on_params(o, program):
+        elif not o.meta["val"].dtype.is_floating_point or not _depends_on(o, trained):
             continue
         else:
+            for t in numbers:
+                tags[t].mixed = True
             leak(numbers, f"meets a value that does not carry it in {name} ({node.meta.get('where', '')})")
 
 
@@ -212,13 +223,16 @@ def _origin(node: fx.Node, dim: int, program: Program) -> tuple[fx.Node, int] | 
     return (node, dim) if node.op == "placeholder" and node.name in program.params else None
 
 
-def _depends_on_params(node: fx.Node, program: Program) -> bool:
+def _depends_on(node: fx.Node, placeholders: set[str]) -> bool:
+    """Is the value (not only the size) of ``node`` computed from one of these?"""
     seen, stack = set(), [node]
     while stack:
         n = stack.pop()
         if n.op == "call_function" and is_creation(n):
             continue  # an operand is metadata
-        if n.op == "placeholder" and n.name in program.params and not program.params[n.name].buffer:
+        if not isinstance(n.meta.get("val"), (torch.Tensor, tuple, list)):
+            continue  # a size
+        if n.op == "placeholder" and n.name in placeholders:
             return True
         for i in n.all_input_nodes:
             if i not in seen:
@@ -242,7 +256,38 @@ def _note_sizes(node, rule, results, tags) -> None:
                     tags[t].sizes.setdefault(v.shape[dim], node.meta.get("where", ""))
 
 
-# -- steps 2 and 3
+# -- step 2
+
+
+def _vocabulary(program: Program, tags: list[Tag], out: Layout) -> None:
+    tables = _tables(program)
+    out.vocabulary = vocabulary = max(tables.values(), default=0)
+    tp = program.mesh.size(program.mesh.role("tp"))
+    found = {w: (0, "its rows are the vocabulary") for w, rows in tables.items() if rows == vocabulary}
+    for t in tags:
+        out_dim, ph = t.weight.dims[GEMMS[op_name(t.node)][0]], t.weight.placeholder
+        if op_name(t.node) == "aten.linear" and program.params[ph].shape[out_dim] == vocabulary and not t.mixed:
+            found.setdefault(ph, (out_dim, "its columns are the vocabulary"))
+            if len(t.node.args) > 2 and t.node.args[2] is not None and found[ph][0] == out_dim:
+                found.setdefault(t.node.args[2].name, (0, "bias of the vocabulary"))
+    for ph, (dim, why) in found.items():
+        if vocabulary % tp:
+            out.reasons[ph] = f"auto: whole, because tp={tp} does not divide the vocabulary of {vocabulary}"
+        elif tp > 1 and ph in program.params and not program.params[ph].buffer:
+            _place(out, ph, "tp", S(dim), f"auto: {why}")
+
+
+def _tables(program: Program) -> dict[str, int]:
+    """Placeholder -> rows of every parameter in which values of an integer input are looked up."""
+    return {
+        n.args[0].name: shape(n.args[0])[0]
+        for n in program.graph.nodes
+        if n.op == "call_function" and op_name(n) == "aten.embedding"
+        if n.args[0].name in program.params and _depends_on(n.args[1], set(program.inputs))
+    }
+
+
+# -- steps 3 and 4
 
 
 def _unions(tags: list[Tag]) -> list[list[Tag]]:
@@ -312,17 +357,19 @@ def _place(out: Layout, placeholder: str, role: str, t: Type, why: str) -> None:
     out.reasons[placeholder] = why
 
 
-# -- step 4
+# -- step 5
 
 
 def _override(program: Program, layout: Mapping[str, str], out: Layout) -> None:
-    """Later patterns win.  A style speaks of the weight as the GEMM sees it: column = its output, row = its input."""
+    """Later patterns win.  A style speaks of the weight as the GEMM sees it: column = its output, row = its input; of a
+    table as a tied head would see it."""
     gemms = {
         w.placeholder: (n, w)
         for n in program.graph.nodes
         if n.op == "call_function" and op_name(n) in GEMMS
         if (w := weight_of(n, program))
     }
+    tables = _tables(program)
     for pattern, style in layout.items():
         for ph, spec in program.params.items():
             module, _, leaf = spec.name.rpartition(".")
@@ -340,6 +387,8 @@ def _override(program: Program, layout: Mapping[str, str], out: Layout) -> None:
                 dim = w.dims[GEMMS[op_name(node)][0 if style == "column" else 1]]
                 parts = kept[role].parts if role in kept and style == "column" else 1
                 out.dims[ph][role] = S(dim, parts)
+            elif ph in tables:  # column: the rows, which a tied head yields as columns
+                out.dims[ph][role] = S(0 if style == "column" else 1)
             elif style == "column" and leaf == "bias":
                 out.dims[ph][role] = S(0)
 

@@ -126,6 +126,9 @@ _RULES: dict[str, Callable[[fx.Node], Rule]] = {
     "aten.layer_norm": one.norm_, "aten.rms_norm": one.norm_, "aten._fused_rms_norm": one.norm_,
     "aten.conv1d": one.conv1d_,
     "aten.linalg_solve_triangular": one.solve_triangular_,
+    # over a vocabulary in parts (see vocab.py): a part of the numbers gives a part of the sum
+    "moec.lookup": einsum("v h, v, ... -> ... h"), "moec.pick": einsum("... v, v, ... k -> ... k"),
+    "moec.blocked_logsumexp": einsum("... v -> ... v", carries="none"),
     # creation
     **{f"aten.{n}": one.creation_ for n in _CREATION},
     # experts (rows are ragged over ep and edp: see experts.py; these lines hold for etp)

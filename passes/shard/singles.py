@@ -11,6 +11,7 @@ from moec.passes.shard.families import einsum
 from moec.passes.shard.rule import Dims, Rule, is_one, operands, result_shapes, same_size, shape
 from moec.passes.shard.views import view_factors
 from moec.program import op_name
+from moec.runtime.errors import MoecError
 
 
 def transpose_(node: fx.Node) -> Rule:
@@ -148,6 +149,12 @@ def gather_(node: fx.Node) -> Rule:
 
 
 def embedding_(node: fx.Node) -> Rule:
+    if any(node.args[3:]):
+        raise MoecError(
+            "an embedding with scale_grad_by_freq or sparse gradients",
+            where=node.meta.get("where", ""),
+            way_out="scale_grad_by_freq=False, sparse=False: the frequencies of a batch are not those of its slices",
+        )
     ids = tuple(f"i{j}" for j in range(len(shape(node.args[1]))))
     return Rule((("v", "h"), ids), (ids + ("h",),), frozenset({"v"}))
 

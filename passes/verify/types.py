@@ -19,6 +19,9 @@ from moec.program import Program, op_name
 from moec.runtime.collectives import collective, group_of, is_wait
 from moec.runtime.errors import MoecError
 
+BY_THE_TABLE = {"moec.lookup", "moec.pick", "moec.blocked_logsumexp"}
+"""Ops of ours that are no expert dialect: their factor rules say all."""
+
 
 def check_types(program: Program) -> None:
     if not program.mesh.names:
@@ -65,7 +68,7 @@ def _derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
         return _convert(program, node, derived[node.args[0]], entry)
     ops = operands(node)
     types = [derived[o] if o.meta["grad"] else _neutral(derived[o]) for o in ops]
-    if entry is not None or name.startswith("moec."):
+    if entry is not None or (name.startswith("moec.") and name not in BY_THE_TABLE):
         return _moe(program, node, name, types)
     if (
         types

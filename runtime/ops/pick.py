@@ -2,8 +2,8 @@
 
 Legend: N leading dims, V numbered entries (a vocabulary, or a rank's part of it), K entries asked for.
 
-* ``pick(x_NV, vocab_V, ids_NK) -> [N, K]``: ``vocab_V`` (int64, ascending) are the numbers of the entries; a number that
-  is not among them yields zero.  So the results of parts of x add up to that of the whole (``aten.gather``).
+* ``pick(x_NV, vocab_V, ids_NK) -> [N, K]``: ``vocab_V`` (int64, ascending) are the numbers of the entries; a number
+  that is not among them yields zero.  So the results of parts of x add up to that of the whole (``aten.gather``).
 * ``pick_backward(g_NK, vocab_V, ids_NK) -> [N, V]``: its gradient for x.
 """
 
@@ -29,7 +29,7 @@ def pick(x_NV: Tensor, vocab_V: Tensor, ids_NK: Tensor) -> Tensor:
 
 @pick.register_fake
 def _(x_NV, vocab_V, ids_NK):
-    return x_NV.new_empty(ids_NK.shape)
+    return x_NV.new_empty((*x_NV.shape[:-1], ids_NK.shape[-1]))
 
 
 @torch.library.custom_op("moec::pick_backward", mutates_args=())
