@@ -110,7 +110,7 @@ class Vocabulary:
 
     def _cross_entropy(self, node: fx.Node) -> fx.Node:
         names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
-        given = dict(zip(names, (None, None, None, 1, -100, 0.0), strict=True))
+        given: dict[str, Any] = {"weight": None, "reduction": 1, "ignore_index": -100, "label_smoothing": 0.0}
         given |= dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
         x, target, weight, reduction, ignore, smoothing = (given[n] for n in names)
 
