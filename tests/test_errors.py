@@ -74,7 +74,6 @@ class BranchOnCounts(capture_models.WhereIndexAdd):
 MODELS = {
     "plain": lambda: grid.build("plain"),
     "3 heads": lambda: grid.build("plain", small(heads=3)),
-    "2 kv heads": lambda: grid.build("mixtral", small(kv_heads=2)),
     "6 experts": lambda: grid.build("plain", small(experts=6)),
     "width 18": lambda: grid.build("plain", small(ffn=18)),
     "cdist": lambda: Around(distances),
@@ -102,7 +101,6 @@ def compiled(rank, world, name, degrees, only=None):
         ("plain", {"tp": 3}, ["tp=3 does not divide the 4 ranks"]),
         ("plain", {"ep": 8}, ["ep*etp = 8*1 = 8 does not divide the 4 ranks"]),
         ("3 heads", {"tp": 2}, ["layers.0.attention", "tp=2 does not divide the 3 heads", "nearest degrees that work"]),
-        ("2 kv heads", {"tp": 4}, ["self_attn", "tp=4 does not divide the 2 heads", "nearest degrees that work"]),
         ("6 experts", {"ep": 4}, ["layers.0.moe", "ep=4 does not divide the 6 experts"]),
         ("width 18", {"tp": 4}, ["layers.0.moe", "etp=4 does not divide the 18 heads or width"]),
         ("cdist", {"tp": 2}, ["no sharding rule for aten", "cdist", "way out: add one line"]),

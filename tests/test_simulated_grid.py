@@ -88,6 +88,23 @@ def test_grouped_query_attention_under_tp() -> None:
         assert off(truth.compare("lower", compiled(shape, degrees)[-1][1])) <= TOLERANCE
 
 
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_fewer_key_value_heads_than_ranks(kv_heads: int) -> None:
+    """Each rank computes them all and takes what its query heads need; only the gradients of the projections are owed,
+    to the one reduction at the end of the backward.  (A single head is shared as it is.)"""
+    few, every = (compiled(Shape(kv_heads=n), (1, 6, 3, 2))[-1][1] for n in (kv_heads, 12))
+    truth = oracle(build(Shape(kv_heads=kv_heads), 1, 2.0), Batch(2, 7, 0, 1))
+    assert off(truth.compare("lower", few)) <= TOLERANCE
+    if kv_heads > 1:
+        of_few, of_every = (
+            {k: n for k, n in p.op_counts().items() if k.startswith("moec.") and "_to_" in k} for p in (few, every)
+        )
+        assert of_few.pop("moec.r_to_s") == 2 + of_every.pop("moec.r_to_s", 0)  # slices
+        assert of_few == of_every
+        owed = [{p.params[ph].name for ph in p.grad_reductions} for p in (few, every)]
+        assert owed[0] - owed[1] == {"layers.0.attention.k.weight", "layers.0.attention.v.weight"}
+
+
 def test_expert_counts_are_those_of_the_global_batch() -> None:
     """Two tokens on four ranks, all to the same experts: some ranks have none, and the counts still add up."""
     import torch

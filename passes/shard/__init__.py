@@ -27,6 +27,7 @@ from moec.passes.contract import Pass, PassContract
 from moec.passes.shard import layout as layouts
 from moec.passes.shard.convert import Converter
 from moec.passes.shard.experts import Experts
+from moec.passes.shard.heads import repeat_key_value_heads
 from moec.passes.shard.rule import Rule, differentiable, is_getitem, operands, shape
 from moec.passes.shard.rules import is_creation, rule_for
 from moec.passes.shard.sizes import Sizes
@@ -66,6 +67,7 @@ class Sharder:
         self.program.layout_reasons = {self.program.params[p].name: why for p, why in layout.reasons.items()}
         self.created, self.vocabulary_size = layout.created, layout.vocabulary
         self._place_inputs(layout)
+        self._replicate_at_use(layout)
         self._split_row_biases()  # 2
         for node in self.graph.nodes:  # 3: new nodes are inserted before the current one, and so not visited
             if node.op == "get_attr":
@@ -143,6 +145,15 @@ class Sharder:
             types = {a: S(dim) if dim is not None and a in self.dp else rest for a in self.mesh.names}
             self._note(node, node.meta["val"], types, grad)
 
+    def _replicate_at_use(self, layout: layouts.Layout) -> None:
+        first = next(n for n in self.graph.nodes if n.op != "placeholder")
+        for node in [n for n in self.program.placeholders() if n.name in layout.at_use]:
+            users = list(node.users)
+            with self.graph.inserting_before(first):
+                used = self.convert(node, {a: R if t == I else t for a, t in node.meta["types"].items()})
+            for user in users:
+                user.replace_input_with(node, used)
+
     def _split_row_biases(self) -> None:
         for node in list(self.graph.nodes):
             if (
@@ -180,6 +191,8 @@ class Sharder:
         elif (other := self.vocabulary.rewrite(node)) is not None:
             self._become(node, other)
         else:
+            if name == "aten.scaled_dot_product_attention":
+                repeat_key_value_heads(self, node)
             self._general(node, name)
 
     def _become(self, node: fx.Node, other: fx.Node) -> None:

@@ -76,6 +76,9 @@ class Layout:
     reasons: dict[str, str]
     created: dict[tuple[fx.Node, int], str] = field(default_factory=dict)
     """(expand, dim that it makes) -> role over which it is made in parts."""
+    at_use: set[str] = field(default_factory=set)
+    """Weights that are stored whole and used by every rank for its own share only (key/value heads that are fewer than
+    the ranks): replicated at their use, so that what comes of them is a pending sum."""
     vocabulary: int = 0
     """Rows of the largest table that inputs look up, 0 without one."""
 
@@ -325,8 +328,15 @@ def _decide(program: Program, union: list[Tag], out: Layout) -> None:
         for t in union:
             out.reasons.setdefault(t.weight.placeholder, "auto: whole, because a larger pair has taken its partner")
         return
+    role: Literal["tp", "etp"] = "etp" if op_name(union[0].node) == "moec.grouped_mm" else "tp"
+    for t in _too_few_heads(union, program.mesh.size(program.mesh.role(role))):
+        union = [u for u in union if u is not t]
+        out.at_use.add(t.weight.placeholder)
+        out.reasons[t.weight.placeholder] = (
+            f"auto: whole, because {role} does not divide its {min(t.sizes)} heads: each rank uses those that its "
+            f"share of {union[0].node.meta.get('where', '')} needs"
+        )
     for t in union:
-        role: Literal["tp", "etp"] = "etp" if op_name(t.node) == "moec.grouped_mm" else "tp"
         column = t.weight.dims[GEMMS[op_name(t.node)][0]]
         _place(
             out,
@@ -350,6 +360,17 @@ def _decide(program: Program, union: list[Tag], out: Layout) -> None:
                 out.limits.append(
                     Limit(role, size, "heads or width", where, "a sharded dim of this size must be cut evenly")
                 )
+
+
+def _too_few_heads(union: list[Tag], degree: int) -> list[Tag]:
+    """Key/value projections with fewer heads than ranks, whose query heads can be dealt all the same."""
+
+    def dealt(t: Tag) -> bool:
+        return all(size % (degree * t.parts) == 0 for size in t.sizes)
+
+    few = [t for t in union if not dealt(t)]
+    # All must belong to an attention that some whole projection can be dealt over.
+    return few if any(dealt(t) for t in union) else []
 
 
 def _place(out: Layout, placeholder: str, role: str, t: Type, why: str) -> None:
