@@ -67,6 +67,11 @@ def sizes_and_modes(rank, world):
         want.backward()
         assert grid.relative(loss, want) <= 1e-9
         assert grid.worst_grad(moec.full_grads(model), ref)[0] <= 1e-9
+        for i in range(10):  # ten lengths and ten batch sizes, none of them seen before
+            for data_i in (grid.batch(B=2, S=18 + i, seed=i), grid.batch(B=10 + 2 * i, S=4, seed=i)):
+                with torch.no_grad():
+                    out, want = model(**moec.shard_batch(data_i, model)), ref(**data_i)
+                assert grid.relative(out["loss"], want["loss"]) <= 1e-9
         assert seen == [True]
 
         model.eval()
