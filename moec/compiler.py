@@ -1,6 +1,6 @@
 """parallelize: the pipeline on one screen.
 
-capture → normalize → raise_moe → shard → lower → bind to process groups → ParallelModule
+capture → normalize → raise_moe → shard → fsdp (where asked for) → lower → bind to process groups → ParallelModule
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from moec.capture.skeleton import replica
 from moec.module import ParallelModule
 from moec.passes import manager
 from moec.passes.contract import Pass
+from moec.passes.fsdp import fsdp
 from moec.passes.lower import bind, group_keys, lower
 from moec.passes.normalize import normalize
 from moec.passes.raise_moe import raise_moe
@@ -33,7 +34,7 @@ from moec.runtime.groups import Groups
 
 __all__ = ["PIPELINE", "compile_program", "parallelize", "sharding_rule"]
 
-PIPELINE: tuple[Pass, ...] = (normalize, raise_moe, shard, lower)
+PIPELINE: tuple[Pass, ...] = (normalize, raise_moe, shard, fsdp, lower)
 
 
 def compile_program(

@@ -1,10 +1,11 @@
 """GradEpilogue: one autograd node through which all parameters enter the graph, and all gradients leave it.
 
-Forward hands the graph this rank's part of every trainable parameter.  The graph's backward yields, for each of them,
-the gradient that *this rank's* work gives.  Autograd runs a node's backward once every use of its outputs has been
-heard, so this node sees all gradients of a step together, after the last of them: an epilogue.  It sums each over the
-group that ``program.grad_reductions`` names, one all-reduce for each (group, dtype), and returns DTensors with the
-parameters' own placements.  Accumulation is autograd's own: every backward call adds a finished gradient.
+Forward hands the graph this rank's part of every trainable parameter (padded, where FSDP cut it into unequal parts).
+The graph's backward yields, for each of them, the gradient that *this rank's* work gives.  Autograd runs a node's
+backward once every use of its outputs has been heard, so this node sees all gradients of a step together, after the
+last of them: an epilogue.  It sums each over the group that ``program.grad_reductions`` names, one all-reduce for each
+(group, dtype), and returns DTensors with the parameters' own placements.  Accumulation is autograd's own: every
+backward call adds a finished gradient.
 
 A parameter that nothing used gets None, as in eager PyTorch.
 """
@@ -25,9 +26,11 @@ from moec.runtime.groups import Groups
 
 @dataclass(frozen=True)
 class Reduction:
-    """What happens to one parameter's gradient: summed over the group ``key`` (empty: not at all), then wrapped."""
+    """One parameter's way in (its part as the graph takes it) and its gradient's way out: summed over the group ``key``
+    (empty: not at all), then wrapped."""
 
     key: str
+    unwrap: Callable[[Tensor], Tensor]
     wrap: Callable[[Tensor], Tensor]
 
 
@@ -48,7 +51,7 @@ class _GradEpilogue(torch.autograd.Function):
     def forward(ctx, reductions: list[Reduction], groups: Groups | None, *params: Tensor) -> tuple[Tensor, ...]:
         ctx.reductions, ctx.groups = reductions, groups
         ctx.set_materialize_grads(False)
-        return tuple(to_local(p) for p in params)
+        return tuple(r.unwrap(p) for r, p in zip(reductions, params, strict=True))
 
     @staticmethod
     @once_differentiable

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moec.placement import show
+from moec.placement import local_shape, show
 from moec.program import ParamSpec, Program
 from moec.runtime.collectives import TABLE, collective, group_of
 from moec.runtime.errors import MoecError
@@ -180,7 +180,7 @@ def _epilogue(program: Program) -> list[CollectiveUse]:
     buckets: dict[tuple[str, torch.dtype], int] = defaultdict(int)
     for name, key in program.grad_reductions.items():
         spec = program.params[name]
-        buckets[key, spec.dtype] += prod(_local_shape(program, spec)) * spec.dtype.itemsize
+        buckets[key, spec.dtype] += prod(local_shape(spec.shape, spec.types, program.mesh)) * spec.dtype.itemsize
     return [
         CollectiveUse(
             "p_to_i",
@@ -196,16 +196,8 @@ def _epilogue(program: Program) -> list[CollectiveUse]:
     ]
 
 
-def _local_shape(program: Program, spec: ParamSpec) -> tuple[int, ...]:
-    mesh = program.mesh
-    return tuple(
-        s // mesh.size([a for a, t in spec.types.items() if t.kind == "S" and t.dim == d])
-        for d, s in enumerate(spec.shape)
-    )
-
-
 def _placement(program: Program, spec: ParamSpec) -> Placement:
-    local = _local_shape(program, spec)
+    local = local_shape(spec.shape, spec.types, program.mesh)
     types = {a: t for a, t in spec.types.items() if t.kind == "S"}
     return Placement(
         spec.name,

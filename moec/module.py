@@ -216,6 +216,15 @@ class ParallelModule(nn.Module):
         assert self._groups is not None and self._groups.device_mesh is not None
         return shards.distribute(local, shape, types, self._mesh, self._groups.device_mesh)
 
+    def _enter(self, value: Tensor, spec: ParamSpec) -> Tensor:
+        """A parameter as the graph takes it: this rank's part, padded where parts are of unequal sizes."""
+        return shards.pad(to_local(value), spec.shape, spec.types, self._mesh)
+
+    def _leave(self, grad: Tensor, spec: ParamSpec) -> Tensor:
+        """The gradient that the graph gives, like the parameter."""
+        part = shards.trim(grad, spec.shape, spec.types, self._mesh, self._rank).contiguous()
+        return self.place(part, spec.shape, spec.types)
+
     def _check_same_values(self, source: nn.Module) -> None:
         """Collective: each rank cuts its part from its own copy, so the copies must be equal."""
         if self._mesh.world > 1:
@@ -308,13 +317,17 @@ class ParallelModule(nn.Module):
             value = self._slots[spec.name].value
             if torch.is_grad_enabled() and value.requires_grad:
                 trained.append(name)
-            values[name] = to_local(value)
+            values[name] = self._enter(value, spec)
         params = [self._slots[program.params[n].name] for n in trained]
         if self._mesh.world == 1:
             values |= {n: s.value for n, s in zip(trained, params, strict=True)}
         else:
             reductions = [
-                Reduction(program.grad_reductions.get(n, ""), partial(self.place, shape=s.spec.shape, types=s.types))
+                Reduction(
+                    program.grad_reductions.get(n, ""),
+                    partial(self._enter, spec=s.spec),
+                    partial(self._leave, spec=s.spec),
+                )
                 for n, s in zip(trained, params, strict=True)
             ]
             values |= zip(trained, enter([s.value for s in params], reductions, self._groups), strict=True)

@@ -13,11 +13,17 @@ kind                  forward value                          its gradient
 ``S(d, parts=p)``: dim d is p equal blocks laid side by side (a packed gate_up), and *each* block is sharded; the local
 tensor is the concatenation of this rank's slice of every block.  A dim that several axes shard is cut major to minor
 in mesh order.  Values that need no gradient make no difference between I and R and are typed R.
+
+A parameter's dim that its degree does not divide is cut unevenly, as ``torch.chunk`` does (and DTensor): parts of the
+rounded-up length, the last ones shorter or empty.  Only FSDP does that; graphs see parts padded to equal lengths.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from moec.runtime.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,23 @@ def S(dim: int, parts: int = 1) -> Type:
 
 Types = dict[str, Type]
 """Axis name -> Type, one entry for every atomic axis of the mesh."""
+
+
+def part(size: int, ways: int, index: int) -> tuple[int, int]:
+    """(start, length) of the part ``index`` of a dim of ``size`` that is cut ``ways`` ways."""
+    longest = -(-size // ways)
+    start = min(index * longest, size)
+    return start, min(longest, size - start)
+
+
+def local_shape(shape: Sequence[int], types: Types, mesh: Mesh, rank: int | None = None) -> tuple[int, ...]:
+    """Shape of the part of a parameter that ``rank`` holds; without a rank the largest, which parts are padded to."""
+    out, at = list(shape), mesh.coords(rank or 0)  # the first part is the largest
+    for axis in mesh.axes:
+        t = types.get(axis.name)
+        if t is not None and t.kind == "S":
+            out[t.dim] = t.parts * part(out[t.dim] // t.parts, axis.size, at[axis.name])[1]
+    return tuple(out)
 
 
 def show(types: Types) -> str:

@@ -68,6 +68,9 @@ class Plan:
     fsdp: bool | int = False
     """Shard parameters, gradients and so optimizer state over dp (experts over edp), and gather them at their use.
     An integer: over that many of the dp ranks, copies over the rest (HSDP)."""
+    reshard_after_forward: bool = True
+    """FSDP: gathered parameters are freed after their use and gathered again in the backward; False keeps them until
+    then, which saves that communication and costs the memory of whole parameters."""
     layout: Literal["auto"] | Mapping[str, str] = "auto"
     """``auto``, or {pattern of parameter names or of the modules that own them: ``column``, ``row`` or ``replicate``};
     ``*`` matches dots too, later patterns win, and what none matches is placed as ``auto`` would."""
@@ -210,8 +213,11 @@ class Plan:
         problems = self._number_problems()
         if not isinstance(self.fsdp, bool) and (not isinstance(self.fsdp, int) or self.fsdp < 1):
             problems.append(f"fsdp={self.fsdp!r} is neither a bool nor a positive integer")
-        if not isinstance(self.sequence_parallel, bool):
-            problems.append(f"sequence_parallel={self.sequence_parallel!r} is not a bool")
+        problems += [
+            f"{name}={value!r} is not a bool"
+            for name in ("sequence_parallel", "reshard_after_forward")
+            if not isinstance(value := getattr(self, name), bool)
+        ]
         if problems:
             return problems
         p = self._filled(world_size)
@@ -237,7 +243,7 @@ class Plan:
     def _option_problems(self) -> list[str]:
         problems = [
             f"{name}={value!r} is not supported yet"
-            for name, value in (("sequence_parallel", self.sequence_parallel), ("fsdp", self.fsdp), ("cp", self.cp > 1))
+            for name, value in (("sequence_parallel", self.sequence_parallel), ("cp", self.cp > 1))
             if value
         ]
         if self.backend not in BACKENDS:

@@ -78,6 +78,7 @@ def run(
             continue
         if key := program.grad_reductions.get(name):
             parts = _reduce(parts, key, mesh)
+        parts = [shards.trim(p, param.shape, param.types, mesh, r) for r, p in zip(ranks, parts, strict=True)]
         grads[name], diff = _assemble(parts, param.types, mesh)
         disagreement = max(disagreement, diff)
     counts = {path: _total(program, [results[r][i] for r in ranks]) for path, i in program.expert_counts.items()}
@@ -87,7 +88,8 @@ def run(
 def _rank_values(program: Program, params, inputs, mesh: Mesh, rank: int) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, spec in program.params.items():
-        local = shards.cut(params[name].detach(), spec.types, mesh, rank).clone()
+        local = shards.cut(params[name].detach(), spec.types, mesh, rank)
+        local = shards.pad(local, spec.shape, spec.types, mesh).clone()
         out[name] = local.requires_grad_(spec.requires_grad and not spec.buffer)
     dp = mesh.role("dp")
     for name, ispec in program.inputs.items():

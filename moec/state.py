@@ -100,7 +100,8 @@ def _distinct(model: ParallelModule) -> dict[str, Any]:
 
 
 def _gather(model: ParallelModule, name: str, value: Tensor) -> Tensor:
-    return shards.gather(to_local(value), model._slots[name].types, model._mesh, model._groups)
+    slot = model._slots[name]
+    return shards.gather(to_local(value), slot.spec.shape, slot.types, model._mesh, model._groups)
 
 
 def _named(model: ParallelModule, full: Mapping[str, Tensor | None]) -> dict[str, Any]:

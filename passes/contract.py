@@ -24,10 +24,12 @@ class PassContract:
 
 @dataclass(frozen=True)
 class Pass:
-    """A contract and the function that rewrites.  The function gets a fork of the program and returns it rewritten."""
+    """A contract and the function that rewrites.  The function gets a fork of the program and returns it rewritten.
+    A pass is left out of a schedule for a plan that it does not apply to."""
 
     contract: PassContract
     run: Callable[[Program, Plan], Program]
+    applies: Callable[[Plan], bool] = lambda plan: True
 
     @property
     def name(self) -> str:

@@ -43,6 +43,7 @@ def run(
     observe: Observer | None = None,
 ) -> Program:
     """Run ``passes`` over ``program``; ``observe(name, program)`` is called with the input and after every pass."""
+    passes = [p for p in passes if p.applies(plan)]
     validate_schedule(program.facts, passes)
     trail = _Trail(dump)
     trail.write(0, "captured", program, None)

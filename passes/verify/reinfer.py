@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import fx
 
-from moec.placement import Types
+from moec.placement import Types, local_shape
 from moec.program import Program
 from moec.runtime.errors import MoecError
 from moec.runtime.torch_compat import WAIT, expr, fake_mode_of, is_unbacked, python_dispatcher
@@ -54,10 +54,7 @@ def _placeholder(program: Program, node: fx.Node, sharded: bool):
     spec = program.params.get(node.name)
     if spec is None or not sharded:
         return val
-    shape = [
-        s // program.mesh.size([a for a, t in spec.types.items() if t.kind == "S" and t.dim == d])
-        for d, s in enumerate(spec.shape)
-    ]
+    shape = local_shape(spec.shape, spec.types, program.mesh)
     return torch.empty(shape, dtype=spec.dtype, device=val.device)
 
 

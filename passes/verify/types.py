@@ -109,9 +109,12 @@ def _derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
 def _convert(program: Program, node: fx.Node, source: Types, entry) -> Types:
     dim = node.args[1]
     to_dim = node.args[2] if entry.kind == "s_to_s" else dim
-    out = dict(source)
-    for axis in group_of(node).split(","):
-        expected = S(dim) if entry.source == "S" else Type(entry.source)
+    out, group = dict(source), group_of(node).split(",")
+    # A gather puts whole shards side by side: where axes inside cut the same dim, it must be strided by theirs.
+    minor = program.mesh.names[program.mesh.names.index(group[-1]) + 1 :]
+    inner = program.mesh.size([a for a in minor if source[a].kind == "S" and source[a].dim == dim])
+    for axis in group:
+        expected = S(dim, parts=inner) if entry.source == "S" else Type(entry.source)
         neutral = not node.args[0].meta["grad"] and source[axis].kind in "IR" and expected.kind in "IR"
         if source[axis] != expected and not neutral:
             raise MoecError(
