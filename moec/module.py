@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ from moec.program import EQUAL_LENGTHS, OutputSpec, ParamSpec, Program
 from moec.runtime.errors import MoecError
 from moec.runtime.groups import Groups
 from moec.runtime.mesh import Mesh
+from moec.runtime.reshard import RESHARDING, Resharding
 
 CompileFn = Callable[[bool, tuple[Any, ...], dict[str, Any]], Program]
 """(training, args, kwargs) -> lowered Program on the same mesh."""
@@ -123,7 +125,10 @@ class ParallelModule(nn.Module):
         tensors = self._preflight(key, program, call)
         self._program = program
         self.last_sizes = {s.path: tuple(tensors[s.placeholder].shape) for s in program.inputs.values()}
-        results = program.module(*self._operands(program, tensors))
+        reshards = "reshard_after_forward" in program.facts and torch.is_grad_enabled()
+        resharding = Resharding() if reshards else None
+        with resharding.hooks() if resharding is not None else nullcontext():
+            results = program.module(*self._operands(program, tensors, resharding))
         self.expert_counts = {path: results[i].detach() for path, i in program.expert_counts.items()}
         leaves = [o.constant if o.index is None else self._leaf(o, results[o.index]) for o in program.outputs]
         return pytree.tree_unflatten(leaves, program.out_spec)
@@ -306,10 +311,12 @@ class ParallelModule(nn.Module):
                 problems.append(f"{spec.name} was frozen when the model was compiled: unfreeze it before parallelizing")
         return problems
 
-    def _operands(self, program: Program, tensors: dict[str, Tensor]) -> Iterator[Tensor]:
+    def _operands(
+        self, program: Program, tensors: dict[str, Tensor], resharding: Resharding | None
+    ) -> Iterator[Tensor | Resharding | None]:
         """Placeholder values in order.  Trainable parameters come through the gradient epilogue."""
         names = [n.name for n in program.placeholders()]
-        values = dict(tensors)
+        values: dict[str, Tensor | Resharding | None] = {**tensors, RESHARDING: resharding}
         trained = []
         for name in names:
             if (spec := program.params.get(name)) is None:

@@ -13,7 +13,8 @@ Algorithm
     2. What all uses of a parameter turn from I to R is turned at the placeholder, on the shard: ``lower`` peels it off,
        and over axes that hold copies (HSDP) the epilogue sums shards, not whole gradients.
     3. Gather: S→R, whose backward is a reduce-scatter, before the first use; whole from then on.  Where some use keeps
-       the parameter invariant over such an axis, S→I.  Padding of uneven parts is cut off behind.
+       the parameter invariant over such an axis, S→I.  Padding of uneven parts is cut off behind.  The node that then
+       stands for the parameter is marked in ``meta["gathered"]`` with the runs that are no padding (none: all is data).
     4. The experts of a block are gathered together, before the tokens are dealt out: whatever the routing is, every
        rank takes part.
 """
@@ -29,7 +30,7 @@ from moec.passes.contract import Pass, PassContract
 from moec.placement import I, R, S, Type, Types, local_shape
 from moec.plan import Plan
 from moec.program import ParamSpec, Program, op_name
-from moec.runtime.collectives import TABLE, group_of
+from moec.runtime.collectives import TABLE, group_of, is_start
 from moec.runtime.mesh import Mesh
 from moec.runtime.torch_compat import WAIT
 
@@ -205,14 +206,16 @@ def _gather(program: Program, node: fx.Node, owed: set[str], before: fx.Node) ->
         value = call(op, (value, dim, len(lengths), group), padded, dict.fromkeys(fsdp, whole))
         types = value.meta["types"]
         value = call(WAIT, (value,), padded, {})
-        if not even:
-            parts = [call(aten.slice.Tensor, (value, dim, a, b), b - a, {}) for a, b in _filled(lengths)]
+        runs = () if even else _filled(lengths)
+        if runs:
+            parts = [call(aten.slice.Tensor, (value, dim, a, b), b - a, {}) for a, b in runs]
             value = parts[0] if len(parts) == 1 else call(aten.cat.default, (parts, dim), spec.shape[dim], {})
+    value.meta["gathered"] = runs
     for user in users:
         user.replace_input_with(node, value)
 
 
-def _filled(lengths: list[int]) -> list[tuple[int, int]]:
+def _filled(lengths: list[int]) -> tuple[tuple[int, int], ...]:
     """Where the data lies in equal parts of which only so much is filled: (start, end) of each run."""
     runs: list[tuple[int, int]] = []
     for i, length in enumerate(lengths):
@@ -221,7 +224,19 @@ def _filled(lengths: list[int]) -> list[tuple[int, int]]:
             runs[-1] = (runs[-1][0], start + length)
         elif length:
             runs.append((start, start + length))
-    return runs
+    return tuple(runs)
+
+
+def gathers(program: Program) -> dict[fx.Node, fx.Node]:
+    """The value that stands for each gathered parameter -> the start of its gather."""
+    found = {}
+    for node in program.graph.nodes:
+        if "gathered" in node.meta:
+            start = node
+            while not is_start(start.target):
+                start = start.all_input_nodes[0]
+            found[node] = start
+    return found
 
 
 CONTRACT = PassContract(
@@ -231,4 +246,4 @@ CONTRACT = PassContract(
     conflicts_with=frozenset({"fsdp", "lowered"}),
 )
 fsdp = Pass(CONTRACT, _run, applies=lambda plan: plan.fsdp_degree > 1)
-__all__ = ["CONTRACT", "fsdp", "place"]
+__all__ = ["CONTRACT", "fsdp", "gathers", "place"]

@@ -10,7 +10,8 @@ Algorithm
     1. Peel the I→R conversion off every parameter: forward it is the identity, backward it is the reduction of that
        parameter's gradient.  Peeled, all reductions become one epilogue of the backward (bucketed, and deferrable by
        gradient accumulation) instead of one collective each in the middle of it.
-    2. ``bind`` (once the process groups exist) replaces group keys by the names of real groups.
+    2. ``bind`` (once the process groups exist) replaces group keys by the names of real groups.  If parameters are to
+       be resharded after the forward, it tells ``runtime.reshard`` of every gather; that takes one more placeholder.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from __future__ import annotations
 from torch import fx
 
 from moec.passes.contract import Pass, PassContract
+from moec.passes.fsdp import gathers
 from moec.plan import Plan
 from moec.program import Program
 from moec.runtime.collectives import TABLE, collective, group_of
+from moec.runtime.reshard import RESHARDING, gathered
 
 
 def _run(program: Program, plan: Plan) -> Program:
@@ -52,8 +55,23 @@ def bind(program: Program, names: dict[str, str]) -> Program:
         if node.op == "call_function" and collective(node.target):
             node.meta["group_key"] = group_of(node)  # for people and for explain
             node.args = fx.node.map_aggregate(node.args, lambda a: names.get(a, a) if isinstance(a, str) else a)
+    if "reshard_after_forward" in bound.facts:
+        _reshard(bound)
     bound.module.recompile()
     return bound
+
+
+def _reshard(program: Program) -> None:
+    graph = program.graph
+    with graph.inserting_before(next(iter(graph.nodes))):
+        resharding = graph.placeholder(RESHARDING)
+    for value, start in gathers(program).items():
+        source, dim, size, group = start.args
+        with graph.inserting_after(value):
+            args = (resharding, value, source, dim, size, group, value.meta["gathered"])
+            noted = graph.call_function(gathered, args)
+        noted.meta.update({k: v for k, v in value.meta.items() if k != "gathered"})
+        value.replace_all_uses_with(noted, delete_user_cb=lambda user, noted=noted: user is not noted)
 
 
 CONTRACT = PassContract(

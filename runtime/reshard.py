@@ -1,0 +1,126 @@
+"""Resharding: gathered parameters are not kept for the backward, but gathered again when it needs them.
+
+Autograd saves tensors for the backward, whole parameters among them.  Around one run of a graph
+
+    resharding = Resharding()
+    with resharding.hooks():
+        results = module(resharding, *operands)
+
+every gather of the graph is followed by a call of ``gathered``, and
+
+1. ``gathered`` notes the storage of the whole parameter, without keeping it alive, and how it was made;
+2. a tensor that autograd saves and that lies in such a storage is replaced by a handle: where in it the tensor lay;
+3. the first handle of a parameter that a backward opens gathers it again, the last one lets go of it.
+
+Backwards run the same nodes in the same order on every rank, so ranks gather in the same order.  Whoever changes a
+saved tensor or a parameter between forward and backward is told so, as autograd does where there are no hooks.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .errors import MoecError
+from .ops.convert import convert
+
+RESHARDING = "resharding"
+"""Name of the placeholder of a graph that takes the ``Resharding`` of a run, or None."""
+
+Runs = tuple[tuple[int, int], ...]
+
+
+def gathered(
+    resharding: Resharding | None, whole: Tensor, local: Tensor, dim: int, size: int, group: str, runs: Runs
+) -> Tensor:
+    """``whole``, which was gathered from ``local``; without a ``resharding`` nothing else."""
+    if resharding is not None:
+        resharding.note(whole, _Parameter(local.detach(), local._version, dim, size, group, runs))
+    return whole
+
+
+def unpadded(padded: Tensor, dim: int, runs: Runs) -> Tensor:
+    """The runs (start, end) of ``dim`` side by side; a view if there is one run only, ``padded`` if there is none."""
+    parts = [padded[(slice(None),) * dim + (slice(a, b),)] for a, b in runs]
+    return padded if not parts else parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+@dataclass
+class _Parameter:
+    local: Tensor
+    version: int
+    dim: int
+    size: int
+    group: str
+    runs: Runs
+    handles: int = 0
+    """How many tensors autograd saves of it."""
+    opened: int = 0
+    whole: Tensor | None = None
+
+    def open(self) -> Tensor:
+        _check_version(self.local, self.version)
+        whole = self.whole
+        if whole is None:
+            with torch.no_grad():
+                whole = unpadded(convert("s_to_r", self.local, self.dim, 0, self.size, self.group), self.dim, self.runs)
+        self.opened = (self.opened + 1) % self.handles
+        self.whole = whole if self.opened else None
+        return whole
+
+
+@dataclass(frozen=True)
+class _Handle:
+    parameter: _Parameter
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What autograd saves besides; its own check of versions is off where there are hooks."""
+
+    tensor: Tensor
+    version: int
+
+
+class Resharding:
+    """The gathers of one run of a graph."""
+
+    def __init__(self) -> None:
+        self._parameters: dict[StorageWeakRef, _Parameter] = {}
+
+    def hooks(self) -> AbstractContextManager:
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def note(self, whole: Tensor, parameter: _Parameter) -> None:
+        self._parameters[StorageWeakRef(whole.untyped_storage())] = parameter
+
+    def _pack(self, saved: Tensor) -> _Kept | _Handle:
+        parameter = None
+        if saved.layout == torch.strided:
+            parameter = self._parameters.get(StorageWeakRef(saved.untyped_storage()))
+        if parameter is None or saved.dtype != parameter.local.dtype:
+            return _Kept(saved, saved._version)
+        parameter.handles += 1
+        return _Handle(parameter, saved.shape, saved.stride(), saved.storage_offset())
+
+    def _unpack(self, packed: _Kept | _Handle) -> Tensor:
+        if isinstance(packed, _Handle):
+            return packed.parameter.open().as_strided(packed.shape, packed.stride, packed.offset)
+        _check_version(packed.tensor, packed.version)
+        return packed.tensor
+
+
+def _check_version(tensor: Tensor, version: int) -> None:
+    if tensor._version != version:
+        raise MoecError(
+            f"a tensor of shape {tuple(tensor.shape)} that the gradient needs was changed between forward and backward",
+            where="backward",
+            way_out="call optimizer.step() after backward, and change no parameter or input in place before it",
+        )
