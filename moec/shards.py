@@ -36,19 +36,19 @@ def check_types(name: str, shape: tuple[int, ...], types: Types, mesh: Mesh) -> 
             raise MoecError(f"type {t} on axis {axis} names no dim of shape {tuple(shape)}", where=name)
     fsdp = {*mesh.role("fsdp"), *mesh.role("efsdp")}
     for dim, size in enumerate(shape):
-        cuts = [(a, t) for a in mesh.axes if (t := types.get(a.name)) and t.kind == "S" and t.dim == dim]
-        if all(a.name in fsdp and t.parts == 1 for a, t in cuts):
+        cuts = [(a, u.parts) for a in mesh.axes if (u := types.get(a.name)) and u.kind == "S" and u.dim == dim]
+        if all(a.name in fsdp and parts == 1 for a, parts in cuts):
             continue  # FSDP may cut unevenly
-        for axis, t in cuts:
-            if size % (t.parts * axis.size):
-                blocks = f" in {t.parts} packed blocks" if t.parts > 1 else ""
+        for a, parts in cuts:
+            if size % (parts * a.size):
+                blocks = f" in {parts} packed blocks" if parts > 1 else ""
                 raise MoecError(
-                    f"dim {dim} of shape {tuple(shape)} cannot be cut into {axis.size} equal parts{blocks} on "
-                    f"{axis.name} ({show(types)})",
+                    f"dim {dim} of shape {tuple(shape)} cannot be cut into {a.size} equal parts{blocks} on "
+                    f"{a.name} ({show(types)})",
                     where=name,
                     way_out="choose degrees that divide it",
                 )
-            size //= axis.size
+            size //= a.size
 
 
 def cut(full: Tensor, types: Types, mesh: Mesh, rank: int) -> Tensor:

@@ -108,7 +108,7 @@ class Resharding:
         if parameter is None or saved.dtype != parameter.local.dtype:
             return _Kept(saved, saved._version)
         parameter.handles += 1
-        return _Handle(parameter, saved.shape, saved.stride(), saved.storage_offset())
+        return _Handle(parameter, saved.shape, saved.stride(), int(saved.storage_offset()))
 
     def _unpack(self, packed: _Kept | _Handle) -> Tensor:
         if isinstance(packed, _Handle):
