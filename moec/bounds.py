@@ -4,7 +4,8 @@ A token id beyond the vocabulary makes one rank raise in the middle of its graph
 So the preflight compares values with what the graph will ask of them:
 
 * ``aten.embedding`` takes ids in ``[0, rows of the table)``;
-* ``aten.cross_entropy_loss`` takes targets in ``[0, classes)``, or ``ignore_index``.
+* ``aten.cross_entropy_loss`` and ``nll_loss`` take targets in ``[0, classes)``, or ``ignore_index``;
+* ``aten.gather`` takes indices in ``[0, size of the dim)``.
 
 Bounds are found by following an input through operations that only move values, and the slices on the way are
 replayed on the real tensor: what a shift of the labels throws away may have any value.  An input that reaches a
@@ -25,6 +26,7 @@ from moec.program import Program, op_name
 _MOVES = """alias clone contiguous detach expand flatten lift_fresh_copy permute reshape squeeze t transpose unflatten
 unsqueeze view _to_copy _unsafe_view"""
 SAME_VALUES = frozenset(f"aten.{n}" for n in _MOVES.split())
+LOSSES = {"aten.cross_entropy_loss": "cross entropy", "aten.nll_loss_nd": "nll_loss"}
 PADDED = frozenset({"aten.pad", "aten.constant_pad_nd"})
 """They add values, all alike; where they pad is replayed, so that a slice behind them means what it says."""
 
@@ -79,12 +81,17 @@ def _asked(node: fx.Node) -> Iterator[tuple[fx.Node, Bound]]:
         rows = node.args[0].meta["val"].shape[0]
         if isinstance(rows, int):
             yield node.args[1], Bound(0, rows, None, f"the table of {where} has {rows} rows")
-    elif op_name(node) == "aten.cross_entropy_loss":
+    elif op_name(node) == "aten.gather":
+        size = node.args[0].meta["val"].shape[node.args[1]]
+        if isinstance(size, int):
+            yield node.args[2], Bound(0, size, None, f"what {where} gathers from has {size} entries")
+    elif op_name(node) in LOSSES:
         logits, target = node.args[0].meta["val"], node.args[1].meta["val"]
         classes = logits.shape[1] if logits.ndim > 1 else logits.shape[0]
         ignore = node.args[4] if len(node.args) > 4 else node.kwargs.get("ignore_index", -100)
         if isinstance(classes, int) and isinstance(ignore, int) and not target.dtype.is_floating_point:
-            yield node.args[1], Bound(0, classes, ignore, f"the cross entropy in {where} has {classes} classes")
+            what = f"the {LOSSES[op_name(node)]} in {where} has {classes} classes"
+            yield node.args[1], Bound(0, classes, ignore, what)
 
 
 def _trace(node: fx.Node) -> tuple[fx.Node, tuple[tuple[Any, tuple[Any, ...]], ...]] | None:

@@ -19,6 +19,7 @@ from moec import simulate
 from moec.capture.examples import dummy_examples, flatten_call
 from moec.capture.skeleton import replica
 from moec.compiler import compile_program
+from moec.inputs import counts_as_tensors
 from moec.plan import Plan
 from moec.program import ParamSpec, Program
 from moec.promote import Promoted, promote_program, up
@@ -116,7 +117,8 @@ def check(
     """
     plan.validate(world_size)
     resolved = plan.resolve(world_size)
-    args, kwargs = _global_batch(model, tuple(example_inputs), dict(example_kwargs or {}), resolved.dp or 1)
+    kwargs = counts_as_tensors(example_kwargs or {})
+    args, kwargs = _global_batch(model, tuple(example_inputs), kwargs, resolved.dp or 1)
     oracle = _Oracle(model, args, kwargs, loss_fn)
     report = CheckReport(resolved, world_size, tolerance)
 

@@ -17,6 +17,7 @@ from moec.bounds import with_bounds
 from moec.capture import capture
 from moec.capture.examples import dummy_examples
 from moec.capture.skeleton import replica
+from moec.inputs import counts_as_tensors
 from moec.module import ParallelModule
 from moec.passes import manager
 from moec.passes.contract import Pass
@@ -81,7 +82,7 @@ def parallelize(
         MoecError: on all ranks, when the model or the plan cannot be taken by one of them, or they differ.
     """
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    args, kwargs = tuple(example_inputs), dict(example_kwargs or {})
+    args, kwargs = tuple(example_inputs), counts_as_tensors(example_kwargs or {})
     bare: nn.Module | None = None
 
     def compile_fn(training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:

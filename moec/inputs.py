@@ -21,6 +21,9 @@ from torch.utils import _pytree as pytree
 
 from moec.runtime.errors import MoecError
 
+COUNTS = frozenset({"num_items_in_batch"})
+"""What Hugging Face's losses divide a sum by, as a tensor or as an int: another number every step, which as a plain
+value would be another program every step."""
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, enum.Enum)
 
 
@@ -66,6 +69,11 @@ def bind(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[st
                     way_out="pass tensors, plain values, or lists, tuples and dicts of them",
                 )
     return Call(tensors, values)
+
+
+def counts_as_tensors(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """``COUNTS`` given as plain numbers become tensors of no dim."""
+    return {k: torch.tensor(v) if k in COUNTS and type(v) is int else v for k, v in kwargs.items()}
 
 
 def canonical(signature: inspect.Signature, path: str) -> str:

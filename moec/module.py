@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from moec import shards
 from moec.epilogue import Reduction, enter, to_local
-from moec.inputs import Call, bind, canonical
+from moec.inputs import Call, bind, canonical, counts_as_tensors
 from moec.placement import R, Types, show
 from moec.preflight import Report, alone, exchange, local_problems, values_digest
 from moec.program import EQUAL_LENGTHS, OutputSpec, ParamSpec, Program
@@ -117,6 +117,7 @@ class ParallelModule(nn.Module):
         return self._mesh.index(self._rank, self._mesh.role("dp"))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs = counts_as_tensors(kwargs)
         call = bind_or_report(self, args, kwargs)
         key = call.key(self.training)
         program = self._programs.get(key)
@@ -293,6 +294,7 @@ class ParallelModule(nn.Module):
         if self._mesh.world > 1:
             found = [(path, spec, call.tensors[path]) for path, spec in specs if path in call.tensors]
             report.shapes = {path: tuple(x.shape) for path, _, x in found}
+            report.scalars = {path: x.item() for path, _, x in found if x.ndim == 0}
             batched = [(p, s.batch_dim, x) for p, s, x in found if s.batch_dim is not None and s.batch_dim < x.ndim]
             report.batch = {path: x.shape[dim] for path, dim, x in batched}
             report.equal_lengths = EQUAL_LENGTHS in program.facts

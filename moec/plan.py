@@ -77,9 +77,10 @@ class Plan:
     inputs: Mapping[str, int | None] | None = None
     """{input path: batch dim, or None for "has no batch dim"}, overriding what capture derives."""
     outputs: str | Mapping[str, str] = "sharded"
-    """What comes back for a tensor that carries the batch dim: ``sharded`` this rank's batch slice, ``full`` the global
-    batch on every rank (gathered over dp), ``drop`` None (and nothing is computed for it).  Or {output path: mode};
-    other outputs stay sharded.  Scalars are global in any case."""
+    """What comes back for a tensor that carries the batch dim: ``sharded`` this rank's batch slice (logits beside a
+    loss as a DTensor whose vocabulary tp shards), ``full`` the global batch on every rank (gathered over dp and tp),
+    ``drop`` None (and nothing is computed for it).  Or {output path: mode}; other outputs stay sharded.  Scalars are
+    global in any case."""
     backend: str = "eager"
 
     # ------------------------------------------------------------------------------------------- dict and YAML

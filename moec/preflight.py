@@ -3,8 +3,9 @@
 1. Each rank examines its own call (``local_problems``): inputs there, their dims, sizes, dtypes and devices, aliasing,
    and integer values that a lookup in the graph could not take.
 2. One all-gather of a few integers over the world tells every rank whether all are well, and whether the calls agree:
-   the same program on all ranks, the same batch size on all ranks (the global batch is cut evenly), and within a tp
-   group the same shapes and the same integer values (token ids, labels).  Sequence lengths may differ between dp ranks.
+   the same program on all ranks, the same batch size (the global batch is cut evenly) and the same scalar inputs on all
+   ranks, and within a tp group the same shapes and the same integer values (token ids, labels).  Sequence lengths may
+   differ between dp ranks.
 3. If not, a second exchange collects the details and all ranks raise the *same* MoecError.  Ranks take this branch on
    the gathered integers alone, so they all take it.
 
@@ -38,11 +39,13 @@ class Report:
     """Input path -> size of its batch dim."""
     values: int = 0
     """Digest of the integer inputs."""
+    scalars: dict[str, float] = field(default_factory=dict)
+    """Inputs of no dim (a number of items to divide by): they speak of the global batch."""
     equal_lengths: bool = False
     """The program computes with the global number of tokens: shapes must be equal on all ranks."""
 
     def vector(self) -> list[int]:
-        alike = digest((self.batch, self.shapes if self.equal_lengths else None))
+        alike = digest((self.batch, self.scalars, self.shapes if self.equal_lengths else None))
         return [int(not self.problems), digest(self.key), alike, digest(self.shapes), self.values]
 
 
@@ -61,7 +64,7 @@ def local_problems(
         found[path] = x
         if x.dtype != spec.dtype:
             problems.append(f"input {path!r} has dtype {x.dtype}, the program was compiled for {spec.dtype}")
-        if device is not None and x.device != device:
+        if device is not None and x.ndim and x.device != device:
             problems.append(f"input {path!r} is on {x.device}, the parameters are on {device}")
         if x.ndim != spec.ndim:
             problems.append(f"input {path!r} has shape {tuple(x.shape)}, the program was compiled for {spec.ndim} dims")
@@ -145,6 +148,8 @@ def _verdict(reports: list[Report], tp_groups: tuple[tuple[int, ...], ...]) -> M
         problems.append("the ranks make different calls: " + _listed(calls))
     elif len(batches := _by_value([r.batch for r in reports])) > 1:
         problems.append("the batch size differs between ranks: " + _listed(batches))
+    elif len(scalars := _by_value([r.scalars for r in reports])) > 1:
+        problems.append("a number that is one for the global batch differs between ranks: " + _listed(scalars))
     elif reports[0].equal_lengths and len(all_shapes := _by_value([r.shapes for r in reports])) > 1:
         problems.append(
             "shapes differ between ranks, and this model computes with the number of tokens, so that all ranks need "

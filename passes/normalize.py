@@ -15,7 +15,8 @@ Rewrites
     3. An index by ``arange`` over the first dim is a batch dim, not a lookup: ``x[arange(B)[:, None], j]`` with j free
        of b becomes ``x[:, j]``, so that the batch can be sharded there.
     4. A mean that runs over the batch becomes sum / count, the mean of a loss too: local sums and local counts add
-       up over ranks, whatever each rank's share (ignored labels, other lengths) is.
+       up over ranks, whatever each rank's share (ignored labels, other lengths) is.  What takes an entry at a label
+       becomes ``moec.pick`` (``losses.py``).
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from moec.passes import losses
 from moec.passes.contract import Pass, PassContract
+from moec.passes.rewrite import fake as _fake
+from moec.passes.rewrite import new as _new
+from moec.passes.rewrite import replace as _replace
 from moec.plan import Plan
 from moec.program import Program, op_name
 from moec.runtime.errors import MoecError
-from moec.runtime.torch_compat import expr, python_dispatcher
+from moec.runtime.torch_compat import expr
 
 aten = torch.ops.aten
 INT_MAX = 2**63 - 1
@@ -48,26 +53,6 @@ def _run(program: Program, plan: Plan) -> Program:
     graph.lint()
     program.module.recompile()
     return program
-
-
-def _replace(node: fx.Node, other: fx.Node) -> None:
-    node.replace_all_uses_with(other)
-    node.graph.erase_node(node)
-
-
-def _new(node: fx.Node, target, args, val, **kwargs) -> fx.Node:
-    """A node that stands beside ``node``: same module, its value computed on fakes by ``val()``."""
-    new = node.graph.call_function(target, args, kwargs)
-    new.meta.update({k: v for k, v in node.meta.items() if k in ("where", "nn_module_stack", "stack_trace")})
-    new.meta["val"] = val
-    return new
-
-
-def _fake(fn: Callable, *args):
-    """Evaluate an op on the fake values of nodes."""
-    first = next(a for a in args if isinstance(a, fx.Node))
-    with first.meta["val"].fake_mode, python_dispatcher():
-        return fn(*[a.meta["val"] if isinstance(a, fx.Node) else a for a in args])
 
 
 # -- 1
@@ -187,9 +172,15 @@ def _slice_scatter(program: Program, node: fx.Node) -> None:
 
 def _index(program: Program, node: fx.Node) -> None:
     data, indices = node.args[0], list(node.args[1])
-    if len(indices) < 2 or any(i is None for i in indices) or not _is_iota(indices[0], data.meta["val"].shape[0]):
+    if len(indices) < 2 or any(i is None for i in indices):
         return
     width = max(i.meta["val"].ndim for i in indices)
+    if width == 1 and data.meta["val"].ndim == len(indices) == 2:
+        if indices[0].meta["val"].ndim == 1 and _is_iota(indices[0], indices[0].meta["val"].shape[0]):
+            losses.at_labels(program, node, data, *indices)
+        return
+    if not _is_iota(indices[0], data.meta["val"].shape[0]):
+        return
     first = indices[0].meta["val"].shape
     if len(first) != width or any(s != 1 for s in first[1:]) or width < 2:
         return
@@ -281,26 +272,6 @@ def _some_size(node: fx.Node, sources: list[fx.Node], size):
     return _size_of(node, x, size)
 
 
-def _cross_entropy(program: Program, node: fx.Node) -> None:
-    names = ("input", "target", "weight", "reduction", "ignore_index", "label_smoothing")
-    defaults = (None, None, None, 1, -100, 0.0)
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    x, target, weight, reduction, ignore, smoothing = (given.get(n, d) for n, d in zip(names, defaults, strict=True))
-    assert x is not None and target is not None
-    if reduction != 1 or target.meta["val"].dtype.is_floating_point:
-        return
-    if weight is not None:
-        raise MoecError(
-            "cross_entropy with class weights and reduction='mean' is not supported",
-            where=node.meta.get("where", ""),
-            way_out="reduction='sum' divided by your own normaliser",
-        )
-    total = _new(node, aten.cross_entropy_loss.default, (x, target, None, 2, ignore, smoothing), node.meta["val"])
-    valid = _new(node, aten.ne.Scalar, (target, ignore), _fake(lambda t: t.ne(ignore), target))
-    count = _new(node, aten.sum.default, (valid,), _fake(torch.sum, valid))
-    _replace(node, _new(node, aten.div.Tensor, (total, count), node.meta["val"]))
-
-
 _REWRITES: dict[str, Callable[[Program, fx.Node], None]] = {
     "aten._assert_tensor_metadata": _drop, "aten._assert_scalar": _drop, "aten.sym_constrain_range_for_size": _drop,
     "aten.clone": _forward, "aten.alias": _forward, "aten.lift_fresh_copy": _forward, "aten.contiguous": _forward,
@@ -309,7 +280,7 @@ _REWRITES: dict[str, Callable[[Program, fx.Node], None]] = {
     "aten.squeeze": _reshape, "aten.flatten": _reshape, "aten.unflatten": _reshape,
     "aten.pad": _pad, "aten.chunk": _chunk, "aten.slice_scatter": _slice_scatter,
     "aten.index": _index,
-    "aten.mean": _mean, "aten.cross_entropy_loss": _cross_entropy, "aten.broadcast_tensors": _broadcast,
+    "aten.mean": _mean, "aten.broadcast_tensors": _broadcast, **losses.REWRITES,
     "aten.mse_loss": _elementwise_loss, "aten.l1_loss": _elementwise_loss, "aten.smooth_l1_loss": _elementwise_loss,
     "aten.huber_loss": _elementwise_loss, "aten.binary_cross_entropy_with_logits": _elementwise_loss,
 }  # fmt: skip

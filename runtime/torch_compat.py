@@ -113,6 +113,11 @@ def expr(size: int | torch.SymInt) -> sympy.Expr:
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
 
+def hint(size: int | torch.SymInt) -> int | None:
+    """The size that a recorded size had while tracing; None if it depends on data."""
+    return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
 # -- capture ---------------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,6 @@ from moec.passes import manager
 from moec.passes.normalize import normalize
 from moec.plan import Plan
 from moec.program import Program, op_name
-from moec.runtime.errors import MoecError
 
 X = (torch.randn(4, 6, 8),)
 IDS = (torch.randint(0, 8, (4, 6)),)
@@ -132,13 +131,14 @@ def test_a_summed_loss_is_left() -> None:
     assert "aten.div" not in ops(program)
 
 
-def test_class_weights_with_a_mean_are_refused() -> None:
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss])
+def test_a_mean_with_class_weights_is_a_sum_over_the_weights_of_the_labels(loss) -> None:
     def body(m, ids):
-        return F.cross_entropy(m.w[ids].flatten(0, 1), ids.flatten(), weight=torch.ones(8))
+        return loss(m.w[ids].flatten(0, 1), ids.flatten(), weight=torch.linspace(0.5, 2, 8), ignore_index=3)
 
-    with pytest.raises(MoecError, match="class weights") as e:
-        normalized(body, IDS)
-    assert "reduction='sum'" in e.value.way_out
+    _, program = normalized(body, IDS)
+    assert "aten.div" in ops(program)
+    same_values(body, IDS)
 
 
 def test_an_index_by_arange_over_the_batch_is_no_lookup() -> None:

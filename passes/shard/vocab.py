@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from moec.passes.shard.rule import shape
+from moec.passes.rewrite import apply
+from moec.passes.shard.rule import same_size, shape
 from moec.placement import P, S
 from moec.program import op_name
-from moec.runtime.torch_compat import python_dispatcher
 
 aten, moec_ops = torch.ops.aten, torch.ops.moec
 
@@ -97,8 +97,8 @@ class Vocabulary:
     def _gather(self, node: fx.Node) -> fx.Node | None:
         x, dim, ids = node.args[:3]
         dim %= len(shape(x))
-        if any(a is not b and a != b for d, (a, b) in enumerate(zip(shape(x), shape(ids), strict=True)) if d != dim):
-            return None  # an index that is shorter than x in other dims
+        if any(d != dim and not same_size(a, b) for d, (a, b) in enumerate(zip(shape(x), shape(ids), strict=True))):
+            return None  # an index may be shorter than x in other dims
         y = self._pick(node, self._last(node, x, dim), self._last(node, ids, dim))
         return self._last_to(node, y, dim)
 
@@ -163,9 +163,7 @@ class Vocabulary:
         """The numbers of a dim's entries: made once for each size, and cut like the dim by the rules."""
         key = shape(x)[dim], x.meta["val"].device
         if key not in self.numbers:
-            self.numbers[key] = self._emit(
-                node, aten.arange.default, key[0], dtype=torch.int64, device=key[1], mode=x.meta["val"].fake_mode
-            )
+            self.numbers[key] = self._emit(node, aten.arange.default, key[0], dtype=torch.int64, device=key[1])
         return self.numbers[key]
 
     def _last(self, node: fx.Node, x: fx.Node, dim: int) -> fx.Node:
@@ -187,14 +185,9 @@ class Vocabulary:
     def _cast_to(self, node: fx.Node, x: fx.Node, dtype: torch.dtype) -> fx.Node:
         return x if x.meta["val"].dtype == dtype else self._emit(node, aten._to_copy.default, x, dtype=dtype)
 
-    def _emit(self, node: fx.Node, op, *args, mode=None, **kwargs) -> fx.Node:
+    def _emit(self, node: fx.Node, op, *args, **kwargs) -> fx.Node:
         """A new node before ``node``, of its module, with its value inferred and its types solved."""
-        mode = mode or next(a for a in args if isinstance(a, fx.Node)).meta["val"].fake_mode
-        new = self.ctx.graph.call_function(op, args, kwargs)
-        fakes = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with mode, python_dispatcher(), torch.no_grad():
-            val = op(*fakes[0], **fakes[1])
-        new.meta.update(val=val, where=node.meta.get("where", ""))
-        with self.ctx.graph.inserting_before(new):
-            self.ctx._visit(new)
-        return new
+        made = apply(node, op, *args, **kwargs)
+        with self.ctx.graph.inserting_before(made):
+            self.ctx._visit(made)
+        return made

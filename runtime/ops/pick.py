@@ -29,7 +29,7 @@ def pick(x_NV: Tensor, vocab_V: Tensor, ids_NK: Tensor) -> Tensor:
 
 @pick.register_fake
 def _(x_NV, vocab_V, ids_NK):
-    return x_NV.new_empty((*x_NV.shape[:-1], ids_NK.shape[-1]))
+    return x_NV.new_empty(ids_NK.shape)
 
 
 @torch.library.custom_op("moec::pick_backward", mutates_args=())
