@@ -98,6 +98,7 @@ def spelled_out(model, logits, labels):
         "gather": (logp.gather(-1, known[:, None]).squeeze(-1) * (y >= 0)).sum(),
         "gather of two": logits.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None]).mean(),
         "index": -logp[torch.arange(known.shape[0]), known].mean(),
+        "logits": logits,
         "entropy": -(p * p.log()).sum(-1).mean(),
     }
 
@@ -137,6 +138,8 @@ def test_every_loss_is_exact_and_never_gathers_the_logits(loss, plan) -> None:
         assert off(truth.compare(name, program)) < TOLERANCE, name
     moving = [n for n in gathered_logits(program) if "r_to_s" not in n]  # the numbers 0 … V are cut, not moved
     assert not moving
+    for o in program.outputs:
+        assert ("tp_etp" in o.types and o.types["tp_etp"].kind == "S") == (o.path == "logits")
     assert any(op_name(n) == "moec.lookup" for n in calls(program))
 
 
@@ -153,6 +156,20 @@ def test_untied_and_indivisible(kwargs) -> None:
     else:
         assert types["embed.weight"] == types["head.weight"] == [S(0)]
         assert "vocabulary" in program.layout_reasons["head.weight"]
+
+
+def test_sizes_that_only_examples_made_agree_are_held_against_every_call() -> None:
+    """An index may be shorter than what it gathers from; then it is not the entry at a label."""
+
+    def scores(model, logits, labels):
+        return {"loss": logits.log_softmax(-1).gather(2, labels.clamp(min=0)[..., None]).mean()}
+
+    before, after = (stages(scores, Plan(2, 2, 1, 2))[name] for name in ("captured", "normalize"))
+    ids, labels = (s.placeholder for s in before.inputs.values())
+    same, shorter = {ids: (6, 7), labels: (6, 7)}, {ids: (6, 7), labels: (6, 5)}
+    assert not before.size_problems(same) and not before.size_problems(shorter)
+    assert not after.size_problems(same)
+    assert "size 1 of '1' = 5" in after.size_problems(shorter)[0]
 
 
 def test_a_sum_over_the_items_of_the_batch() -> None:

@@ -56,6 +56,8 @@ class Sharder:
         self.experts = Experts(self)
         self.vocabulary = Vocabulary(self)
         self.vocabulary_size = 0
+        self.beside_loss = False
+        """Does the program take entries at labels?"""
         self.created: dict[tuple[fx.Node, int], str] = {}
         self.counts: dict[str, fx.Node] = {}
         self.token_counts: list[fx.Node] = []
@@ -340,6 +342,8 @@ class Sharder:
 
     def _outputs(self, node: fx.Node) -> None:
         leaves = list(node.args[0])
+        calls = (n for n in self.graph.nodes if n.op == "call_function")
+        self.beside_loss = any(op_name(n) == "moec.pick" for n in calls)
         kept: list[fx.Node] = []
         specs: list[OutputSpec] = []
         for spec in self.program.outputs:
@@ -374,7 +378,7 @@ class Sharder:
         ):
             return t
         if (
-            self.vocabulary.picked
+            self.beside_loss
             and mode != "full"
             and axis in self.tp
             and t == S(value.meta["val"].ndim - 1)

@@ -41,8 +41,6 @@ class Vocabulary:
     def __init__(self, ctx) -> None:
         self.ctx = ctx
         self.numbers: dict[tuple[int, torch.device], fx.Node] = {}
-        self.picked = False
-        """Was a loss (or a score of tokens) taken from sharded values?"""
 
     def rewrite(self, node: fx.Node) -> fx.Node | None:
         """The node that stands for ``node`` from now on, None where the ordinary rules do."""
@@ -103,7 +101,6 @@ class Vocabulary:
         return self._last_to(node, y, dim)
 
     def _pick(self, node: fx.Node, x_NV: fx.Node, ids_NK: fx.Node) -> fx.Node:
-        self.picked = True
         return self._emit(node, moec_ops.pick.default, x_NV, self._vocab(node, x_NV, -1), ids_NK)
 
     # -- 4
