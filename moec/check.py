@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from moec import simulate
 from moec.capture.examples import dummy_examples, flatten_call
 from moec.capture.skeleton import replica
-from moec.compiler import compile_program
+from moec.compiler import compile_program, expanded
 from moec.inputs import counts_as_tensors
 from moec.plan import Plan
 from moec.program import ParamSpec, Program
@@ -123,7 +123,9 @@ def check(
     report = CheckReport(resolved, world_size, tolerance)
 
     def observe(name: str, program: Program) -> None:
-        report.passes.append(oracle.compare(name, program))
+        if name == "captured":
+            report.passes.clear()  # equal layers turned out to be unlike, and everything starts again
+        report.passes.append(oracle.compare(name, expanded(program)))
 
     compile_program(model, plan, world_size, args, kwargs, training=model.training, loss_fn=loss_fn, observe=observe)
     return report

@@ -1,6 +1,7 @@
 """parallelize: the pipeline on one screen.
 
-capture → normalize → raise_moe → shard → fsdp (where asked for) → lower → bind to process groups → ParallelModule
+capture → normalize → raise_moe → shard → fsdp (where asked for) → lower → expand (where layers are equal)
+→ bind to process groups → ParallelModule
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from moec.inputs import counts_as_tensors
 from moec.module import ParallelModule
 from moec.passes import manager
 from moec.passes.contract import Pass
+from moec.passes.expand import Unlike, expand, expand_layers
 from moec.passes.fsdp import fsdp
 from moec.passes.lower import bind, group_keys, lower
 from moec.passes.normalize import normalize
@@ -50,12 +52,34 @@ def compile_program(
     dump: str | Path | None = None,
     observe: manager.Observer | None = None,
 ) -> Program:
-    """Capture ``model`` and run every pass for a world of ``world_size`` ranks.  No process group is needed."""
+    """Capture ``model`` and run every pass for a world of ``world_size`` ranks.  No process group is needed.
+
+    ``observe(name, program)`` is called after capture and after every pass.  Until ``expand`` has run, the program may
+    hold a few of many equal layers (``expanded`` gives them all)."""
     plan.validate(world_size)
     plan = plan.resolve(world_size)
-    program = with_bounds(capture(model, args, dict(kwargs), training=training, inputs=plan.inputs, loss_fn=loss_fn))
-    program.mesh = plan.mesh(world_size)
-    return manager.run(program, plan, PIPELINE, dump=dump or os.environ.get("MOEC_DUMP"), observe=observe)
+    mesh, dump = plan.mesh(world_size), dump or os.environ.get("MOEC_DUMP")
+
+    def run(reduced: bool, declined: list[str]) -> Program:
+        program = with_bounds(
+            capture(
+                model, args, dict(kwargs), training=training, inputs=plan.inputs, loss_fn=loss_fn, reduced=reduced
+            )
+        )
+        program.mesh = mesh
+        program.why_not += declined
+        passes = (*PIPELINE, expand) if program.repeats else PIPELINE
+        return manager.run(program, plan, passes, dump=dump, observe=observe)
+
+    try:
+        return run(True, [])
+    except Unlike as e:  # from the start, with all layers: ``observe`` hears "captured" once more
+        return run(False, [f"equal layers are compiled one by one: {e.message}"])
+
+
+def expanded(program: Program) -> Program:
+    """``program`` with every layer, at whatever stage it is; itself if none is left out.  Raises ``Unlike``."""
+    return expand_layers(program.fork()) if program.repeats else program
 
 
 def parallelize(

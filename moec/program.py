@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import copy
 import difflib
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -97,6 +98,36 @@ class MoEBlock:
     """What raised it (``moec.capture.guide.Guide``), kept so that the proof can be repeated."""
 
 
+@dataclass(frozen=True)
+class Repeat:
+    """``units`` equal units of ``period`` layers each, from layer ``first`` of the list ``path`` on, of which the graph
+    holds the first ``KEPT``: enough to see that the third is as the second.  Its boundaries (``moec::boundary``) lie
+    after each of them; ``passes/expand.py`` puts in the rest."""
+
+    path: str
+    first: int
+    period: int
+    units: int
+
+    KEPT: ClassVar[int] = 3
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}.{self.first}"
+
+    def boundary(self, unit: int) -> str:
+        return f"{self.name}:{unit}"
+
+    def layers(self, unit: int) -> list[str]:
+        """Paths of the layers of a unit."""
+        start = self.first + unit * self.period
+        return [f"{self.path}.{i}" if self.path else str(i) for i in range(start, start + self.period)]
+
+    @property
+    def left_out(self) -> list[str]:
+        return [path for unit in range(self.KEPT, self.units) for path in self.layers(unit)]
+
+
 @dataclass
 class Program:
     module: fx.GraphModule
@@ -123,6 +154,8 @@ class Program:
     """Rewrites that were looked at and declined, each with its reason."""
     layout_reasons: dict[str, str] = field(default_factory=dict)
     """Parameter name -> who placed it and why."""
+    repeats: tuple[Repeat, ...] = ()
+    """Runs of equal layers that the graph holds some of; none once they are expanded."""
 
     @property
     def graph(self) -> fx.Graph:
@@ -179,6 +212,11 @@ class Program:
                 self.render().splitlines(True), other.render().splitlines(True), "before", "after", n=1
             )
         )
+
+
+def placeholder_name(name: str) -> str:
+    """What the placeholder of a parameter or buffer is called."""
+    return "p_" + re.sub(r"\W", "_", name.replace("*", "x"))
 
 
 def op_name(node: fx.Node) -> str:

@@ -13,13 +13,16 @@ from moec.program import Program
 class PassContract:
     """``requires`` and ``provides`` are facts of a Program (``"captured"``, ``"normalized"``, ``"sharded"`` …);
     ``preserves_values``: the program after the pass computes what it did before, proved against the user's module;
-    ``conflicts_with``: facts under which the pass must not run (a pass that ran already, say)."""
+    ``conflicts_with``: facts under which the pass must not run (a pass that ran already, say);
+    ``copies``: every node that the pass adds is a copy of one that was checked, between values of the same types, so
+    that the structure alone is checked after it."""
 
     name: str
     requires: frozenset[str] = field(default_factory=frozenset)
     provides: frozenset[str] = field(default_factory=frozenset)
     conflicts_with: frozenset[str] = field(default_factory=frozenset)
     preserves_values: bool = True
+    copies: bool = False
 
 
 @dataclass(frozen=True)

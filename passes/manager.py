@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moec.passes.contract import Pass
-from moec.passes.verify import verify
+from moec.passes.verify import check_structure, verify
 from moec.plan import Plan
 from moec.program import Program
 from moec.runtime.errors import MoecError
@@ -54,7 +54,9 @@ def run(
         program = p.run(program.fork(), plan)
         program.facts |= p.contract.provides
         try:
-            if i == 1 or _changed(before, program):
+            if p.contract.copies:
+                check_structure(program)
+            elif i == 1 or _changed(before, program):
                 verify(program)
         except MoecError as e:
             raise MoecError(

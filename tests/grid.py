@@ -112,7 +112,7 @@ def parallelize(kind: str, model: nn.Module, plan: moec.Plan, data: dict[str, Te
     """``moec.parallelize``, with one capture of each kind of model in each process: it knows nothing of the plan, and
     is most of the time that compiling takes."""
 
-    def capture(model, args, kwargs, *, training, inputs=None, loss_fn=None):
+    def capture(model, args, kwargs, *, training, inputs=None, loss_fn=None, reduced=False):
         assert not args and inputs is None and loss_fn is None
         return _captured(kind, training).fork()
 

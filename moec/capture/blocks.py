@@ -9,7 +9,7 @@ are called alike are treated once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,10 +21,12 @@ from moec.runtime import torch_compat
 
 from .body import Refused
 from .guide import Guide
+from .likeness import likeness
 from .locate import locate
 from .observe import observe
 from .owners import Owner, candidates
 from .probe import ProbeReport, Recipe, probe, randomised
+from .shrink import narrow
 from .skeleton import replica
 
 
@@ -36,12 +38,13 @@ class Raised:
     recipe: Recipe
     report: ProbeReport
     module: nn.Module
-    """The module's structure (parameters without storage), from which the proof makes random copies."""
+    """The structure of the module or of its narrow twin, from which the proof makes random copies."""
     training: bool
 
     def prove(self) -> ProbeReport:
         """The proof once more; raises ``Refused`` if it fails."""
-        return probe(self.guide, self.module, self.recipe, training=self.training)
+        twin = replace(self.guide, factor=1)
+        return replace(probe(twin, self.module, self.recipe, training=self.training), factor=self.guide.factor)
 
 
 @dataclass
@@ -51,10 +54,14 @@ class Blocks:
     """Path -> why the block stays as it is."""
 
 
-def find_blocks(model: nn.Module, twin: nn.Module, call: Callable[[], Any], *, training: bool) -> Blocks:
-    """``twin`` is the skeleton of ``model``; ``call()`` calls it with fake tensors."""
+def find_blocks(
+    model: nn.Module, twin: nn.Module, call: Callable[[], Any], *, training: bool, without: Sequence[str] = ()
+) -> Blocks:
+    """``twin`` is the skeleton of ``model``; ``call()`` calls it with fake tensors.  ``without``: paths of modules that
+    are not looked into."""
     found = Blocks()
-    owners = {o.path: o for o in candidates(model)}
+    outside = tuple(f"{path}." for path in without)
+    owners = {o.path: o for o in candidates(model) if not f"{o.path}.".startswith(outside)}
     if not owners:
         return found
     known: dict[Any, Raised | str | None] = {}
@@ -67,7 +74,7 @@ def find_blocks(model: nn.Module, twin: nn.Module, call: Callable[[], Any], *, t
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             recipe = Recipe.of(args, kwargs)
             with torch_compat.without_modes():
-                key = (_likeness(original), tuple(owner.roles), owner.num_experts, _shape_key(recipe))
+                key = (likeness(original), tuple(owner.roles), owner.num_experts, _shape_key(recipe))
                 if key not in known:
                     known[key] = _prepare(owner, original, recipe, training)
             verdict = known[key]
@@ -135,8 +142,10 @@ def _prepare(owner: Owner, module: nn.Module, recipe: Recipe, training: bool) ->
     if not owner.routes(meta, args, kwargs):
         return None
     try:
+        bare, widths, factor = narrow(module, owner, training=training)
+        recipe = recipe.narrowed(widths, factor)
         for attempt in range(4):
-            real = randomised(module, g, training=training, promote=False, grad=False)
+            real = randomised(bare, g, training=training, promote=False, grad=False)
             args, kwargs = recipe.make(sizes, experts, g)
             tape = observe(real, args, kwargs, owner.path)
             try:
@@ -147,8 +156,8 @@ def _prepare(owner: Owner, module: nn.Module, recipe: Recipe, training: bool) ->
                     raise
                 sizes = {s: n * 3 if i == len(symbols[:2]) - 1 else n for i, (s, n) in enumerate(sizes.items())}
         guide = Guide(owner, tape, found)
-        bare = replica(module, lambda t, p: t.detach().to("meta") if p else t.detach().clone(), training=training)
-        return Raised(guide, recipe, probe(guide, bare, recipe, training=training), bare, training)
+        report = replace(probe(guide, bare, recipe, training=training), factor=factor)
+        return Raised(replace(guide, factor=factor), recipe, report, bare, training)
     except Refused as e:
         return str(e)
     except (RuntimeError, ValueError, TypeError, IndexError) as e:
@@ -160,33 +169,3 @@ def _shape_key(recipe: Recipe) -> tuple:
         (str(x[0]), tuple(map(str, x[1]))) if isinstance(x, tuple) and x and isinstance(x[0], torch.dtype) else repr(x)
         for x in recipe.leaves
     )
-
-
-def _likeness(module: nn.Module) -> tuple:
-    """Equal for modules that compute alike: same classes, shapes, settings and buffers."""
-    hidden = {"_parameters", "_buffers", "_modules", "training"}
-    out: list[Any] = []
-    for path, m in module.named_modules():
-        settings = tuple((k, _value(v)) for k, v in sorted(vars(m).items()) if k not in hidden)
-        shapes = tuple((n, p.shape, p.dtype) for n, p in m._parameters.items() if p is not None)
-        buffers = tuple((n, _content(b)) for n, b in m._buffers.items() if b is not None)
-        out.append((path, type(m), settings, shapes, buffers))
-    return tuple(out)
-
-
-def _value(v: Any) -> Any:
-    if isinstance(v, (int, float, str, bool, type(None), torch.dtype, torch.device)):
-        return v
-    if isinstance(v, (tuple, list)):
-        return (type(v), *map(_value, v))
-    if isinstance(v, (set, frozenset)):
-        return tuple(sorted(map(str, v)))
-    if isinstance(v, dict):
-        return tuple((str(k), _value(x)) for k, x in v.items())
-    return id(v)
-
-
-def _content(b: torch.Tensor) -> Any:
-    if b.is_meta or b.numel() > 1 << 20:
-        return (b.shape, b.dtype, id(b))
-    return (b.shape, b.dtype, tuple(b.detach().flatten().tolist()))

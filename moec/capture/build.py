@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from moec.guards import size_guards
-from moec.program import InputSpec, MoEBlock, OutputSpec, ParamSpec, Program
+from moec.program import InputSpec, MoEBlock, OutputSpec, ParamSpec, Program, placeholder_name
 from moec.runtime.errors import MoecError
 from moec.runtime.torch_compat import expr
 
@@ -86,11 +86,11 @@ def build(
             if source.name in made:
                 env[node] = made[source.name]
             elif source.name not in merged:
-                env[node] = made[source.name] = _placeholder(graph, "p_" + _safe(source.name), node.meta["val"])
+                env[node] = made[source.name] = _placeholder(graph, placeholder_name(source.name), node.meta["val"])
                 params[env[node].name] = _param(env[node].name, source)
     for stack in stacks.values():
         if stack.name not in made:
-            holder = made[stack.name] = _placeholder(graph, "p_" + _safe(stack.name), stack.node.meta["val"])
+            holder = made[stack.name] = _placeholder(graph, placeholder_name(stack.name), stack.node.meta["val"])
             params[holder.name] = _stacked_param(holder.name, stack, sources)
         env[stack.node] = made[stack.name]
     for node in exported.graph.find_nodes(op="placeholder"):

@@ -1,13 +1,15 @@
 """Export: ``capture`` a model as a ``Program``.
 
 1. Examples: the caller's, or a Hugging Face model's own ``dummy_inputs``; only their shapes are used.
-2. A skeleton of the model is run once on fake tensors, to find its MoE blocks (``blocks``).
-3. Another skeleton is exported with ``torch.export`` (not strict, every dim of every input dynamic) while the guides of
+2. If asked to, look for runs of equal layers: capture with most of them hollow first (``thin``), the long way if that
+   does not work out.
+3. A skeleton of the model is run once on fake tensors, to find its MoE blocks (``blocks``).
+4. Another skeleton is exported with ``torch.export`` (not strict, every dim of every input dynamic) while the guides of
    the raised blocks stand for their forwards.
-4. What ``torch.no_grad()`` covered is detached explicitly, because the next step forgets it.
-5. ``run_decompositions({})`` leaves a functional graph of high-level aten operations.
-6. Randomness, writes to inputs and buffers, and blocks that did not export are refused.
-7. ``build`` makes the Program.
+5. What ``torch.no_grad()`` covered is detached explicitly, because the next step forgets it.
+6. ``run_decompositions({})`` leaves a functional graph of high-level aten operations.
+7. Randomness, writes to inputs and buffers, and blocks that did not export are refused.
+8. ``build`` makes the Program.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ from moec.runtime.errors import MoecError
 
 from .blocks import Blocks, find_blocks, forwards_replaced, guided
 from .build import build, where_of
-from .examples import dotted, dummy_examples, fabricate, flatten_call
+from .examples import Call, dotted, dummy_examples, fabricate, flatten_call
+from .layers import Used, find_repeats
 from .observe import randomness
 from .skeleton import device_of, skeleton
+from .thin import Irregular, Thin, closed
 
 RECOGNISED = (
     "moec raises blocks that compute sum_k weight[t, k] * expert_ids[t, k](x[t]) with isomorphic experts (a "
@@ -84,12 +88,15 @@ def capture(
     training: bool,
     inputs: Mapping[str, int | None] | None = None,
     loss_fn: Callable | None = None,
+    reduced: bool = False,
 ) -> Program:
     """Capture ``model`` called with ``args`` and ``kwargs`` (only the shapes of tensors matter), in train or eval mode.
 
     Without arguments the model's own ``dummy_inputs`` are used.  ``inputs`` overrides which dim of an input is the
     batch (path -> dim or None).  With ``loss_fn`` the graph also computes ``loss_fn(output, *args, **kwargs)``, called
     with what the model was called with, and the program returns ``{"loss": …, "output": …}``.
+
+    With ``reduced`` the program may hold a few of many equal layers (``Program.repeats``, which ``expand`` fills in).
     """
     kwargs = dict(kwargs or {})
     if not args and not kwargs:
@@ -101,10 +108,36 @@ def capture(
         raise MoecError(
             f"no tensor input is called {unknown[0]!r}", where="inputs", way_out=f"name one of {sorted(given)}"
         )
-    shapes = fabricate(given)
-    blocks = _find(model, call, shapes, training, loss_fn)  # 2
 
-    twin, mode = skeleton(model, training=training)
+    def run(thin: Thin) -> Program:
+        return _capture(model, call, training, dict(inputs or {}), loss_fn, thin)
+
+    repeats = find_repeats(model) if reduced else ()  # 2
+    why_not = []
+    if repeats:
+        try:
+            return run(Thin(model, repeats))
+        except Exception as e:  # whatever it is: the long way works, or says better what does not
+            why_not = [f"{r.path}: equal layers are captured one by one: {_reason(e)}" for r in repeats]
+    program = run(Thin(model, ()))
+    program.why_not += why_not
+    return program
+
+
+def _capture(
+    model: nn.Module,
+    call: Call,
+    training: bool,
+    inputs: dict[str, int | None],
+    loss_fn: Callable | None,
+    thin: Thin,
+) -> Program:
+    given = call.tensors()
+    shapes = fabricate(given)
+    blocks = _find(model, call, shapes, training, thin)  # 3
+
+    twin, mode = skeleton(model, training=training, hollow=thin.hollow)
+    thin.prepare(twin)
     root = Root(twin, call, loss_fn)
     examples = _fakes(mode, shapes, given, model)
     auto = torch.export.Dim.AUTO
@@ -112,39 +145,57 @@ def capture(
     try:
         with forwards_replaced(twin, guided(twin, blocks)), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            exported = torch.export.export(root, (examples,), dynamic_shapes=dynamic, strict=False)  # 3
+            with thin.watched(twin):
+                exported = torch.export.export(root, (examples,), dynamic_shapes=dynamic, strict=False)  # 4
             leaves, out_spec = root.returned.leaves, root.returned.out_spec
-            _detach_no_grad(exported)  # 4
-            exported = exported.run_decompositions({})  # 5
-    except MoecError:
+            _detach_no_grad(exported)  # 5
+            exported = exported.run_decompositions({})  # 6
+    except (MoecError, Irregular, Used):
         raise
     except Exception as e:
         raise _not_exported(model, blocks, e) from e
     if training:
-        _refuse_randomness(exported.graph)  # 6
+        _refuse_randomness(exported.graph)  # 7
     assert out_spec is not None
-    return build(  # 7
+    program = build(  # 8
         exported,
         model,
         given,
         blocks,
         leaves=leaves,
         out_spec=out_spec,
-        overrides=dict(inputs or {}),
+        overrides=inputs,
         training=training,
     )
+    if thin.repeats:
+        closed(program.graph, thin.repeats)
+        program.module.recompile()
+        program.repeats = thin.repeats
+    return program
 
 
-def _find(model: nn.Module, call: Any, shapes: dict[str, Tensor], training: bool, loss_fn: Callable | None) -> Blocks:
-    twin, mode = skeleton(model, training=training)
+def _reason(error: Exception) -> str:
+    text = error.message if isinstance(error, MoecError) else str(error)
+    kind = "" if isinstance(error, (MoecError, Irregular, Used)) else f"{type(error).__name__}: "
+    return kind + (text.strip().splitlines() or [""])[0]
+
+
+def _find(model: nn.Module, call: Call, shapes: dict[str, Tensor], training: bool, thin: Thin) -> Blocks:
+    twin, mode = skeleton(model, training=training, hollow=thin.hollow)
+    thin.prepare(twin)
     device = device_of(model)
     stand_ins = {
         p: torch_compat.symbolic_fake(mode, torch.empty(t.shape, dtype=t.dtype, device=device), f"input_{i}")
         for i, (p, t) in enumerate(shapes.items())
     }
     args, kwargs = call.rebuild(stand_ins)
+
+    def run() -> None:
+        with thin.watched(twin):
+            twin(*args, **kwargs)
+
     with mode, torch_compat.python_dispatcher():
-        return find_blocks(model, twin, lambda: twin(*args, **kwargs), training=training)
+        return find_blocks(model, twin, run, training=training, without=thin.hollow)
 
 
 def _fakes(mode: Any, shapes: dict[str, Tensor], given: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -178,7 +229,7 @@ def flatten_output(out: Any) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
     return [(dotted(path) or "output", x) for path, x in with_paths], spec
 
 
-# 4 ------------------------------------------------------------------------------------------------------------------
+# 5 ------------------------------------------------------------------------------------------------------------------
 
 
 def _detach_no_grad(exported: torch.export.ExportedProgram) -> None:
@@ -211,7 +262,7 @@ def _is_float(val: Any) -> bool:
     return isinstance(val, Tensor) and val.is_floating_point()
 
 
-# 6 ------------------------------------------------------------------------------------------------------------------
+# 7 ------------------------------------------------------------------------------------------------------------------
 
 
 _RANDOM = ("bernoulli", "rand", "normal", "uniform", "exponential", "multinomial", "dropout")

@@ -9,7 +9,8 @@ The module's own Python code runs, under a mode that follows the tape call by ca
    emitted; from there on that output stands for the recorded one.
 4. What the module returns, or keeps in an attribute, of the region's other values (statistics of the ids) is computed
    on demand, by then executing the calls that it needs.
-5. A call that is not the recorded one refuses.
+5. A call that is not the recorded one refuses.  Where a narrow twin of the module was observed, so does one with other
+   constants.
 
 Whether the result is right for other inputs is not argued here; ``probe`` proves it for each block.
 """
@@ -17,7 +18,7 @@ Whether the result is right for other inputs is not argued here; ``probe`` prove
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,10 +26,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from .body import Refused, function_name, record, same_function
+from .body import Body, Refused, function_name, record, same_function
 from .locate import Located
 from .observe import Call, Tape, asks_device
 from .owners import Owner, walk
+from .shrink import constants_agree
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Guide:
     owner: Owner
     tape: Tape
     found: Located
+    factor: int = 1
+    """How many times as wide the module is as the twin that was observed (``shrink``)."""
 
     def forward(self, module: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """``forward(*args, **kwargs)`` of ``module``, raised."""
@@ -48,7 +52,7 @@ class Guide:
 class _Replay(TorchFunctionMode):
     def __init__(self, guide: Guide, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         super().__init__()
-        self.owner, self.tape, self.found = guide.owner, guide.tape, guide.found
+        self.owner, self.tape, self.found, self.factor = guide.owner, guide.tape, guide.found, guide.factor
         self.module = module
         self.next = 0
         self.live: dict[int, Any] = dict(zip(self.tape.inputs, walk((args, kwargs)), strict=True))
@@ -61,6 +65,8 @@ class _Replay(TorchFunctionMode):
         call = self._aligned(func)
         if call.index in self.found.region:  # 2
             self.skipped[call.index] = (args, kwargs)
+            if not self._like_twin(call, args, kwargs):
+                raise Refused(f"at its own width {call.name} is given other constants than in the narrow twin")
             if call.index != self.found.out_call:
                 return call.result
             self._emit()
@@ -126,13 +132,27 @@ class _Replay(TorchFunctionMode):
         else:
             w_TK = w.reshape(-1, found.top_k)
         rows, counts, row_of = ops.permute(x_TH, ids_TK, self.owner.num_experts)
-        y = found.body.grouped(rows, counts, lambda role: self.owner.stack(role, self.module))
+        y = self._body().grouped(rows, counts, lambda role: self.owner.stack(role, self.module))
         out_TM = ops.unpermute(y, w_TK, row_of)
         for v in found.outs:
             out = out_TM.reshape(self._shape(v, out_TM))
             if self._dtype(v) != out.dtype:
                 out = out.to(self._dtype(v))
             self.live[v] = out
+
+    def _like_twin(self, call: Call, args: tuple, kwargs: dict[str, Any]) -> bool:
+        return self.factor == 1 or constants_agree((call.args, call.kwargs), (args, kwargs), self.factor, sizes=True)
+
+    def _body(self) -> Body:
+        """The expert's body, with the constants of the module itself."""
+        body = self.found.body
+        return body if self.factor == 1 else replace(body, steps=tuple(map(self._own, body.steps)))
+
+    def _own(self, step: Call) -> Call:
+        given = self.skipped.get(step.index)
+        if given is None or not constants_agree((step.args, step.kwargs), given, self.factor, sizes=False):
+            raise Refused(f"at its own width {step.name} is not what it is in the narrow twin")
+        return replace(step, args=given[0], kwargs=given[1])
 
     def live_value(self, v: int) -> Tensor:
         if v not in self.live and v in self.tape.params:

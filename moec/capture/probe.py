@@ -9,8 +9,8 @@ largest entry).  The cases: other sizes, one token, routing so skewed that exper
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -36,6 +36,8 @@ class ProbeReport:
     max_rel_error: float
     cases: int
     worst: str = ""
+    factor: int = 1
+    """The proof ran on a twin of the block that is narrower by this factor (``shrink``)."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,14 @@ class Recipe:
 
         leaves, spec = pytree.tree_flatten((args, kwargs))
         return Recipe(tuple(plan(x) for x in leaves), spec)
+
+    def narrowed(self, widths: Collection[int], factor: int) -> Recipe:
+        """The same with sizes that are one of ``widths`` divided by ``factor``."""
+
+        def one(x: Any) -> Any:
+            return (x[0], tuple(s // factor if s.is_Integer and s in widths else s for s in x[1])) if _is_plan(x) else x
+
+        return self if factor == 1 else replace(self, leaves=tuple(map(one, self.leaves)))
 
     def symbols(self) -> list[sympy.Symbol]:
         found: dict[sympy.Symbol, None] = {}

@@ -11,7 +11,7 @@ copies that MoE blocks are observed and proved with.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 
 import torch
@@ -20,12 +20,23 @@ from torch import Tensor, nn
 from moec.runtime import torch_compat
 
 
-def replica(module: nn.Module, fill: Callable[[Tensor, bool], Tensor], *, training: bool) -> nn.Module:
+def replica(
+    module: nn.Module, fill: Callable[[Tensor, bool], Tensor], *, training: bool, hollow: Collection[str] = ()
+) -> nn.Module:
     """Deep copy of ``module`` with every tensor ``t`` that it registers replaced by ``fill(t, is_parameter)``.
 
-    Storage is never copied on the way, and tied tensors stay tied."""
+    Storage is never copied on the way, and tied tensors stay tied.  Modules at the paths ``hollow`` keep their class
+    and their settings and lose what they consist of: parameters, buffers and submodules."""
     memo: dict[int, object] = {}
+    hollowed = [module.get_submodule(path) for path in hollow]
+    skipped = {id(m) for h in hollowed for m in h.modules()}
+    for h in hollowed:
+        shell = object.__new__(type(h))
+        shell.__dict__.update(vars(h), _parameters={}, _buffers={}, _modules={})
+        memo[id(h)] = copy.deepcopy(shell, memo)
     for m in module.modules():
+        if id(m) in skipped:
+            continue
         for t in m._parameters.values():
             if t is not None and id(t) not in memo:
                 memo[id(t)] = nn.Parameter(fill(t, True), requires_grad=t.requires_grad)
@@ -41,7 +52,9 @@ def replica(module: nn.Module, fill: Callable[[Tensor, bool], Tensor], *, traini
     return twin
 
 
-def skeleton(model: nn.Module, *, training: bool) -> tuple[nn.Module, AbstractContextManager]:
+def skeleton(
+    model: nn.Module, *, training: bool, hollow: Collection[str] = ()
+) -> tuple[nn.Module, AbstractContextManager]:
     """The copy and the fake mode that its tensors live in."""
     mode = torch_compat.fake_mode()
     device = device_of(model)
@@ -50,7 +63,7 @@ def skeleton(model: nn.Module, *, training: bool) -> tuple[nn.Module, AbstractCo
         with mode:
             return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device if t.is_meta else t.device)
 
-    return replica(model, fill, training=training), mode
+    return replica(model, fill, training=training, hollow=hollow), mode
 
 
 def device_of(model: nn.Module) -> torch.device:

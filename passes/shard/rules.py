@@ -129,6 +129,7 @@ _RULES: dict[str, Callable[[fx.Node], Rule]] = {
     # over a vocabulary in parts (see vocab.py): a part of the numbers gives a part of the sum
     "moec.lookup": einsum("v h, v, ... -> ... h"), "moec.pick": einsum("... v, v, ... k -> ... k"),
     "moec.blocked_logsumexp": einsum("... v -> ... v", carries="none"),
+    "moec.boundary": pointwise("linear"),
     # creation
     **{f"aten.{n}": one.creation_ for n in _CREATION},
     # experts (rows are ragged over ep and edp: see experts.py; these lines hold for etp)

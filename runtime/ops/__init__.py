@@ -2,6 +2,7 @@
 
 from . import (
     blocked_logsumexp,
+    boundary,
     convert,
     exchange,
     grouped_add,
@@ -16,6 +17,7 @@ from . import (
 
 __all__ = [
     "blocked_logsumexp",
+    "boundary",
     "convert",
     "exchange",
     "grouped_add",
