@@ -21,6 +21,7 @@ alike.  For each run
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -65,6 +66,8 @@ class _Run:
         first, second, third = self.marks
         self.before = list(_between(first, second))  # 1
         self.segment = list(_between(second, third))
+        layers = {unit: "|".join(map(re.escape, repeat.layers(unit))) for unit in (1, 2)}
+        self._paths = {unit: re.compile(rf"(?<![\w.])(?:{paths})(?!\w)") for unit, paths in layers.items()}
         self.counted = {self._output(i): path for path, i in program.expert_counts.items()}
 
     def expand(self) -> None:
@@ -77,7 +80,7 @@ class _Run:
             env: dict[fx.Node, fx.Node] = {entry: last, **params[unit]}
             with self.graph.inserting_before(follows):
                 for node in self.segment:
-                    env[node] = copy = self.graph.node_copy(node, lambda n: env.get(n, n))
+                    env[node] = copy = self.graph.node_copy(node, lambda n, env=env: env.get(n, n))
                     if "where" in copy.meta:
                         copy.meta["where"] = self._rename(copy.meta["where"], unit)
                     if node in self.counted:
@@ -219,12 +222,9 @@ class _Run:
         return any(name == path or name.startswith(f"{path}.") for path in layers)
 
     def _rename(self, text: str, unit: int, source: int = 2) -> str:
-        for old, new in zip(self.repeat.layers(source), self.repeat.layers(unit), strict=True):
-            if text == old:
-                return new
-            if f"{old}." in text:
-                return text.replace(f"{old}.", f"{new}.")
-        return text
+        """``text`` with the paths of one unit's layers in place of another's."""
+        new = dict(zip(self.repeat.layers(source), self.repeat.layers(unit), strict=True))
+        return self._paths[source].sub(lambda found: new[found.group()], text)
 
     def _renamed(self, spec: ParamSpec, unit: int, source: int, placeholder: str) -> ParamSpec:
         assert not spec.aliases, "layers that share tensors are equal to none"

@@ -127,6 +127,11 @@ def _(d, op):
     return op.default, (d.x("t m"), d.x("e m"), _counts(d))
 
 
+@case("moec.boundary")
+def _(d, op):
+    return op.default, (d.x("a b c"), "layers.0:1")
+
+
 def _counts(d: Draw) -> Tensor:
     return torch.bincount(d.ids("t", d.size("e")), minlength=d.size("e"))
 

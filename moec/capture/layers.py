@@ -46,7 +46,7 @@ class Unknown:
     def __deepcopy__(self, memo: dict) -> Unknown:
         return self
 
-    __class__ = property(lambda _: int)  # type: ignore[assignment]  # isinstance says what it would of the index
+    __class__ = property(lambda _: int)  # isinstance says what it would of the index
 
 
 _ASKED = """abs add and bool ceil complex divmod eq float floor floordiv format ge getattr gt hash index int invert iter

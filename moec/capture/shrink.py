@@ -31,7 +31,7 @@ NARROW = 16
 
 
 def narrow(module: nn.Module, owner: Owner, *, training: bool) -> tuple[nn.Module, frozenset[int], int]:
-    """(twin whose parameters have no storage, widths, factor); factor 1 and the module's own widths where it is small enough.
+    """(twin whose parameters have no storage, widths, factor); factor 1 and no widths where it is small enough.
 
     Raises Refused for a large block whose widths have no common factor, or whose buffers have a width."""
     params = list(module.parameters())

@@ -5,7 +5,7 @@ input on.  ``Thin.watched`` puts this in place of the layers' forwards and holds
 what makes it sound to fill the gap with copies of the third unit:
 
 1. The layers are called once each, in their order, and each gets the output of the one before it.
-2. Every other argument of a layer is that of the same layer of the unit before: the same tensor object, equal constants.
+2. Every other argument of a layer is that of the same layer of the unit before: the same tensor, equal constants.
 3. A layer gives back one tensor of the shape and dtype of what it got, and equal constants beside it.
 4. Where a unit ends there is a ``moec::boundary`` in the graph.  A hollow unit leaves one as well; ``closed`` finds in
    the graph that nothing else happens between them, or to what passes them, and takes those out.
@@ -48,7 +48,7 @@ class Thin:
             layers = _list(twin, r.path)
             for i in range(r.first, r.first + r.units * r.period):
                 for path, name in self._indices[r.path]:
-                    at = layers[i]
+                    at: nn.Module | None = layers[i]
                     for step in path.split(".") if path else ():
                         at = at._modules.get(step) if at is not None else None
                     if at is not None and name in vars(at):
@@ -133,7 +133,7 @@ class _Watch:
         out = tensors[0]
         if chain and _kind(out) != _kind(given[chain[0]]):
             raise Irregular(f"{self._where(at)} returns {_kind(out)} for {_kind(given[chain[0]])}")
-        seen = ([None if x is out else x for x in leaves], spec, [])
+        seen: tuple[list[Any], Any, list[int]] = ([None if x is out else x for x in leaves], spec, [])
         if unit:
             before = [None if isinstance(x, Tensor) else x for x in self.results[i][0]]
             self._compare(at, (before, self.results[i][1], []), seen, "returns")
@@ -145,7 +145,9 @@ class _Watch:
             raise Irregular(f"{self._where(at)} {what} in another way than {self._where(at - self.repeat.period)}")
         for k, (a, b) in enumerate(zip(before[0], now[0], strict=True)):
             if k not in now[2] and not _same(a, b):
-                raise Irregular(f"{self._where(at)} {what} with other values than {self._where(at - self.repeat.period)}")
+                raise Irregular(
+                    f"{self._where(at)} {what} with other values than {self._where(at - self.repeat.period)}"
+                )
 
     def finish(self) -> None:
         if self.next != self.repeat.units * self.repeat.period:
