@@ -1,6 +1,9 @@
 """How long compiling takes, by number of layers: capture, each pass, and whether the total grows linearly.
 
     python benchmarks/compile_time.py [--layers 2 4 8 16] [--repeats 3] [--json]
+    python benchmarks/compile_time.py --deepseek-1024 [--scaling] [--json]
+
+The second form is ``deepseek_1024.py``: a real model for 1024 ranks in one process.
 
 A Hugging Face Mixtral (8 experts, tiny widths: compile time does not depend on them) is captured and compiled for 4
 ranks (dp 2, tp 2, ep 4) in one process.  One small compile first takes imports and torch's own warm-up out of the
@@ -18,6 +21,7 @@ import statistics
 import time
 from itertools import pairwise
 
+import deepseek_1024
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -56,7 +60,16 @@ def main() -> None:
     p.add_argument("--layers", type=int, nargs="+", default=[2, 4, 8, 16])
     p.add_argument("--repeats", type=int, default=3)
     p.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    p.add_argument("--deepseek-1024", action="store_true", help="DeepSeek-V3, all of it, for 1024 ranks")
+    p.add_argument("--scaling", action="store_true", help="with --deepseek-1024: other numbers of layers and ranks too")
     a = p.parse_args()
+    if a.deepseek_1024:
+        out = deepseek_1024.main(a.scaling, a.repeats) | {
+            "torch": torch.__version__, "threads": torch.get_num_threads(), "cores": os.cpu_count(),
+        }  # fmt: skip
+        if a.json:
+            print(json.dumps(out))
+        return
     compile_once(model(1))
     runs: dict[int, list[dict[str, float]]] = {n: [] for n in a.layers}
     for _ in range(a.repeats):

@@ -24,6 +24,7 @@ from moec.passes import manager
 from moec.passes.contract import Pass
 from moec.passes.expand import Unlike, expand, expand_layers
 from moec.passes.fsdp import fsdp
+from moec.passes.joint import JointGraphs, joint_graphs
 from moec.passes.lower import bind, group_keys, lower
 from moec.passes.normalize import normalize
 from moec.passes.raise_moe import raise_moe
@@ -35,7 +36,9 @@ from moec.program import Program
 from moec.runtime.errors import MoecError
 from moec.runtime.groups import Groups
 
-__all__ = ["PIPELINE", "compile_program", "parallelize", "sharding_rule"]
+__all__ = [
+    "PIPELINE", "JointGraphs", "compile_program", "expand", "expanded", "joint_graphs", "parallelize", "sharding_rule",
+]  # fmt: skip
 
 PIPELINE: tuple[Pass, ...] = (normalize, raise_moe, shard, fsdp, lower)
 

@@ -87,6 +87,11 @@ class _Run:
                         counts[self._rename(self.counted[node], unit)] = copy
                 last = env[exit_.args[0]]
             last.meta["boundary"] = True
+        node = follows  # what was made of the third unit's output is made of the last one's
+        while node.op != "root":
+            if "where" in node.meta:
+                node.meta["where"] = self._rename(node.meta["where"], self.repeat.units - 1)
+            node = node.next
         exit_.replace_all_uses_with(last, delete_user_cb=lambda user: user in readers)
         self._tables(counts)
 

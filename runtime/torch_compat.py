@@ -172,6 +172,12 @@ def fake_mode_of(values: Iterable[object]) -> FakeTensorMode | None:
     return next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
 
 
+def forget_unbacked(mode: FakeTensorMode) -> None:
+    """Forget which data-dependent sizes were made outside of a trace: tracing expects to find each one in a result."""
+    if mode.shape_env is not None:
+        mode.shape_env.pending_fresh_unbacked_symbols.clear()
+
+
 def is_unbacked(size: sympy.Expr) -> bool:
     """Does a size depend on data, so that tracing gave it a symbol of its own?"""
     return any(symbol_is_type(s, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)) for s in size.free_symbols)

@@ -29,7 +29,7 @@ def check_shapes(program: Program) -> None:
     with fake_mode, python_dispatcher(), torch.no_grad():
         for node in program.graph.nodes:
             if node.op == "placeholder":
-                env[node] = _placeholder(program, node, sharded)
+                env[node] = local_placeholder(program, node, sharded)
             elif node.op == "get_attr":
                 env[node] = fake_mode.from_tensor(program.constants[node.target])
             elif node.op == "call_function":
@@ -49,7 +49,7 @@ def check_shapes(program: Program) -> None:
                     _compare(program, node, node.meta["val"], env[node], node.meta.get("types"), sharded)
 
 
-def _placeholder(program: Program, node: fx.Node, sharded: bool):
+def local_placeholder(program: Program, node: fx.Node, sharded: bool):
     val = node.meta["val"]
     spec = program.params.get(node.name)
     if spec is None or not sharded:

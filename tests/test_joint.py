@@ -1,0 +1,114 @@
+"""Forward and backward as graphs: in lockstep they give what autograd gives; each of equal pieces is traced once."""
+
+from collections import Counter
+
+import pytest
+import torch
+from deep_models import Alternating, Deep, batch
+from torch import Tensor
+
+import moec
+from moec import shards, simulate
+from moec.passes.joint import JointGraphs, joint_graphs
+from moec.passes.joint.vjp import writes
+from moec.program import Program
+from moec.runtime.collectives import TABLE, collective, is_start, is_wait
+from moec.runtime.world import LockstepWorld
+
+IDS, LABELS = batch()
+
+
+def compiled(model, plan: moec.Plan, world: int) -> Program:
+    return moec.compile_program(model, plan, world, (IDS, LABELS), {}, training=True)
+
+
+def run(program: Program, graphs: JointGraphs, model) -> tuple[dict[str, Tensor], dict[str, Tensor], LockstepWorld]:
+    """Outputs by path and full gradients by placeholder."""
+    mesh, world = program.mesh, LockstepWorld(program.mesh)
+    tensors = dict(model.named_parameters())
+    params = {ph: tensors[s.name] for ph, s in program.params.items()}
+    inputs = {ph: (IDS, LABELS)[int(s.path)] for ph, s in program.inputs.items()}
+    cotangents = {"0": torch.ones((), dtype=torch.float64), "1": torch.randn(*IDS.shape, 24, dtype=torch.float64)}
+    ranks = range(mesh.world)
+    values = [simulate._rank_values(program, params, inputs, mesh, r) for r in ranks]
+    with torch.no_grad():
+        results = world.run(graphs.forward, [[v[n.name] for n in program.placeholders()] for v in values])
+        specs = {o.index: o for o in program.outputs}
+        back = []
+        for r in ranks:
+            given = [shards.cut(cotangents[specs[i].path], specs[i].types, mesh, r) for i in graphs.differentiable]
+            back.append([*results[r][graphs.num_outputs :], *given])
+        grads = world.run(graphs.backward, back)
+    outputs = {
+        o.path: simulate._assemble([results[r][o.index] for r in ranks], o.types, mesh)[0] for o in program.outputs
+    }
+    full = {}
+    for i, ph in enumerate(graphs.params):
+        parts = [grads[r][i] for r in ranks]
+        if key := program.grad_reductions.get(ph):
+            parts = simulate._reduce(parts, key, mesh)
+        full[ph], apart = simulate._assemble(parts, program.params[ph].types, mesh)
+        assert apart < 1e-12
+    loss, logits = model(IDS, LABELS)
+    torch.autograd.backward([loss, logits], [cotangents["0"], cotangents["1"]])
+    torch.testing.assert_close(outputs, {"0": loss.detach(), "1": logits.detach()}, rtol=1e-12, atol=1e-13)
+    want = {ph: tensors[program.params[ph].name].grad for ph in graphs.params}
+    torch.testing.assert_close(full, want, rtol=1e-11, atol=1e-12)
+    return outputs, full, world
+
+
+def assert_collectives(program: Program, graphs: JointGraphs) -> None:
+    """The forward's are the program's; the backward's are their duals where a gradient flows; each start has a wait."""
+
+    def kinds(graph) -> Counter:
+        return Counter(c.kind for n in graph.nodes if n.op == "call_function" and (c := collective(n.target)))
+
+    assert kinds(graphs.forward.graph) == kinds(program.graph)
+    duals = Counter(
+        TABLE[c.dual].kind
+        for n in program.graph.nodes
+        if n.op == "call_function" and (c := collective(n.target)) and c.dual and n.args[0].meta["grad"]
+    )
+    assert kinds(graphs.backward.graph) == duals
+    for graph in (graphs.forward.graph, graphs.backward.graph):
+        assert not any(map(writes, graph.nodes))
+        for n in graph.nodes:
+            if n.op == "call_function" and is_start(n.target):
+                readers = [u for u in n.users if u.target is not torch.ops.aten.sym_size.int]  # a size is no data
+                assert [is_wait(u.target) for u in readers] == [True], n.format_node()
+
+
+def test_gradients_of_equal_layers():
+    model = Deep(layers=5).double()
+    program = compiled(model, moec.Plan(dp=2, tp=2, ep=4), 4)
+    graphs = joint_graphs(program)
+    assert (graphs.pieces, graphs.distinct) == (6, 3)
+    assert_collectives(program, graphs)
+    run(program, graphs, model)
+    where = {n.meta["where"].split(".experts")[0] for n in graphs.backward.graph.nodes if "all_to_all" in n.name}
+    assert {"layers.3", "layers.4"} <= where
+
+
+def test_in_one_piece_without_boundaries():
+    model = Deep(layers=1).double()
+    program = compiled(model, moec.Plan(dp=2), 2)
+    graphs = joint_graphs(program)
+    assert (graphs.pieces, graphs.distinct) == (1, 1)
+    assert_collectives(program, graphs)
+    run(program, graphs, model)
+
+
+def test_only_whole_lowered_programs():
+    with pytest.raises(moec.MoecError, match="lowered"):
+        joint_graphs(moec.capture.capture(Deep(layers=1), (IDS, LABELS), training=True))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("degrees", "world"), [((2, 2, 4, 1), 4), ((1, 4, 2, 2), 4), ((4, 1, 2, 1), 4)])
+def test_gradients_of_layers_in_turn(degrees, world):
+    model = Alternating().double()
+    program = compiled(model, moec.Plan(*degrees), world)
+    graphs = joint_graphs(program)
+    assert graphs.pieces == 6 and graphs.distinct == 3
+    assert_collectives(program, graphs)
+    run(program, graphs, model)
