@@ -199,7 +199,8 @@ class _Run:
         for name, why in list(program.layout_reasons.items()):
             if self._inside(name, ours):
                 program.layout_reasons |= {self._rename(name, u): self._rename(why, u) for u in units}
-        program.why_not += [self._rename(w, u) for u in units for w in program.why_not if self._inside(w, ours)]
+        of_third = [w for w in program.why_not if self._rename(w, self.repeat.units) != w]
+        program.why_not += [self._rename(w, u) for u in units for w in of_third]
         if counts:
             self._add_counts(counts, ours)
 
@@ -254,7 +255,8 @@ def _between(start: fx.Node, end: fx.Node) -> Iterator[fx.Node]:
 def _facts(node: fx.Node) -> tuple:
     """What must be the same of two nodes that stand for each other."""
     types = node.meta.get("types")
-    return (_show(node.meta.get("val")), repr(types), node.meta.get("grad"), node.meta.get("padded"))
+    rest = (node.meta.get(k) for k in ("grad", "padded", "gathered"))
+    return (_show(node.meta.get("val")), repr(types), *rest)
 
 
 def _show(val: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import hand_made
 import pytest
 import torch
 from deep_models import Alternating, Deep, batch
@@ -13,6 +14,7 @@ from moec.passes.joint import JointGraphs, joint_graphs
 from moec.passes.joint.vjp import writes
 from moec.program import Program
 from moec.runtime.collectives import TABLE, collective, is_start, is_wait
+from moec.runtime.mesh import Mesh
 from moec.runtime.world import LockstepWorld
 
 IDS, LABELS = batch()
@@ -89,6 +91,7 @@ def test_gradients_of_equal_layers():
     assert {"layers.3", "layers.4"} <= where
 
 
+@pytest.mark.nightly
 def test_in_one_piece_without_boundaries():
     model = Deep(layers=1).double()
     program = compiled(model, moec.Plan(dp=2), 2)
@@ -100,7 +103,7 @@ def test_in_one_piece_without_boundaries():
 
 def test_only_whole_lowered_programs():
     with pytest.raises(moec.MoecError, match="lowered"):
-        joint_graphs(moec.capture.capture(Deep(layers=1), (IDS, LABELS), training=True))
+        joint_graphs(hand_made.program(Mesh(), None, 0))
 
 
 @pytest.mark.nightly

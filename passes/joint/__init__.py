@@ -51,6 +51,8 @@ def joint_graphs(program: Program) -> JointGraphs:
     """Raises MoecError for a program that is not lowered, or that still holds a part of its layers only."""
     if "lowered" not in program.facts or program.repeats:
         raise MoecError("only a lowered program with all of its layers has these graphs", where="joint_graphs")
+    if unknown := [n.name for n in program.placeholders() if n.name not in program.params | program.inputs]:
+        raise MoecError(f"{unknown} is not a tensor: a graph that is bound to process groups", where="joint_graphs")
     return _Joint(program).build()
 
 
