@@ -118,7 +118,7 @@ def check(
     plan.validate(world_size)
     resolved = plan.resolve(world_size)
     kwargs = counts_as_tensors(example_kwargs or {})
-    args, kwargs = _global_batch(model, tuple(example_inputs), kwargs, resolved.dp or 1)
+    args, kwargs = _global_batch(model, tuple(example_inputs), kwargs, resolved)
     oracle = _Oracle(model, args, kwargs, loss_fn)
     report = CheckReport(resolved, world_size, tolerance)
 
@@ -213,15 +213,16 @@ def _relative(got: Tensor, want: Tensor, floor: float = 0.0) -> float:
     return float((got - want).norm()) / max(float(want.norm()), floor, 1e-300)
 
 
-def _global_batch(model: nn.Module, args: tuple, kwargs: dict, dp: int) -> tuple[tuple, dict]:
-    """The given examples, or random ones for a model that says how it is called: dp sequences each of odd length, with
-    ignored labels spread unevenly over the ranks."""
+def _global_batch(model: nn.Module, args: tuple, kwargs: dict, plan: Plan) -> tuple[tuple, dict]:
+    """The given examples, or random ones for a model that says how it is called: two sequences a dp rank of nine
+    tokens (or the next length that the ranks can share), with ignored labels spread unevenly over the ranks."""
     if args or kwargs:
         return args, kwargs
     args, kwargs = dummy_examples(model, training=model.training)
     generator = torch.Generator().manual_seed(1)
     vocab = getattr(getattr(model, "config", None), "vocab_size", 8)
-    shape = (2 * dp, 9)
+    shared = plan.cp * (plan.tp if plan.sequence_parallel else 1)
+    shape = (2 * (plan.dp or 1), -(-9 // shared) * shared)
     for k, v in kwargs.items():
         if isinstance(v, Tensor) and not v.is_floating_point() and v.ndim == 2:
             kwargs[k] = torch.randint(0, vocab, shape, generator=generator)

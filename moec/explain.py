@@ -218,9 +218,10 @@ def _symbols(program: Program, sizes: Mapping[str, tuple[int, ...]]) -> dict[str
             continue
         given = sizes.get(spec.path)
         for d, s in enumerate(node.meta["val"].shape):
-            e = expr(s)
-            if e.is_Symbol:
-                values[str(e)] = given[d] if given else 2 if str(e) in program.batch_symbols else 16
+            n, symbol = expr(s).as_coeff_Mul()  # a sequence that n ranks share is recorded as n * t
+            if symbol.is_Symbol:
+                small = 2 if str(symbol) in program.batch_symbols else -(-16 // int(n))
+                values[str(symbol)] = given[d] // int(n) if given else small
     return values
 
 

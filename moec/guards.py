@@ -9,7 +9,7 @@ every size at least 2, and graphs without another guard serve 1 as well.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import sympy
 from torch import fx
@@ -30,6 +30,27 @@ def _only_large(guard: sympy.Basic) -> bool:
         return False
     bound = 1 if isinstance(guard, sympy.Ne) else 2 if isinstance(guard, (sympy.Ge, sympy.Gt)) else -1
     return bool(guard.rhs <= bound)
+
+
+def solve_sizes(found: Iterable[tuple[sympy.Expr, str, int]]) -> tuple[dict[sympy.Symbol, tuple[str, int]], list[str]]:
+    """Values of the symbols of recorded sizes, as (what it is for the user, value), and what is wrong with the sizes.
+
+    ``found``: (recorded size, what it is, size).  A size recorded as ``n * t`` must be a multiple of n; one that two
+    inputs share must be the same in both.
+    """
+    sizes: dict[sympy.Symbol, tuple[str, int]] = {}
+    problems = []
+    for recorded, what, size in found:
+        n, symbol = recorded.as_coeff_Mul()
+        if not symbol.is_Symbol:
+            continue
+        if size % int(n):
+            problems.append(f"{what} = {size} is shared by {n} ranks, which do not divide it: pad the sequences")
+            continue
+        known = sizes.setdefault(symbol, (what, size // int(n)))
+        if known[1] != size // int(n):
+            problems.append(f"{what} = {size}, but {known[0]} = {known[1] * int(n)}: they were equal in the examples")
+    return sizes, problems
 
 
 def size_problems(guards: tuple[sympy.Basic, ...], sizes: Mapping[sympy.Symbol, tuple[str, int]]) -> list[str]:

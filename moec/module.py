@@ -298,7 +298,8 @@ class ParallelModule(nn.Module):
             batched = [(p, s.batch_dim, x) for p, s, x in found if s.batch_dim is not None and s.batch_dim < x.ndim]
             report.batch = {path: x.shape[dim] for path, dim, x in batched}
             report.equal_lengths = EQUAL_LENGTHS in program.facts
-            report.values = values_digest(x for _, _, x in found) if self._mesh.role("tp") else 0
+            shared = self._mesh.role("cp") + self._mesh.role("tp")
+            report.values = values_digest(x for _, _, x in found) if shared else 0
         self._agree(report)
         return {spec.placeholder: call.tensors[path] for path, spec in specs}
 

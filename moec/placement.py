@@ -11,8 +11,12 @@ kind                  forward value                          its gradient
 ====================  =====================================  ==========================
 
 ``S(d, parts=p)``: dim d is p equal blocks laid side by side (a packed gate_up), and *each* block is sharded; the local
-tensor is the concatenation of this rank's slice of every block.  A dim that several axes shard is cut major to minor
-in mesh order.  Values that need no gradient make no difference between I and R and are typed R.
+tensor is the concatenation of this rank's slice of every block.  ``p`` may be a recorded size: the rows ``[B*S]`` of
+B sequences that are sharded on S are ``S(0, parts=B)``.
+
+A dim that several axes shard is cut by axes of fewer parts first, and among axes of equal parts major to minor in mesh
+order.  (Each axis of more parts cuts within the blocks that those of fewer parts deal out.)  Values that need no
+gradient make no difference between I and R and are typed R.
 
 A parameter's dim that its degree does not divide is cut unevenly, as ``torch.chunk`` does (and DTensor): parts of the
 rounded-up length, the last ones shorter or empty.  Only FSDP does that; graphs see parts padded to equal lengths.
@@ -22,15 +26,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
+
+import sympy
 
 from moec.runtime.mesh import Mesh
+
+Parts: TypeAlias = "int | sympy.Expr"
+"""A number of blocks: of a weight a number, of activations maybe an expression of recorded (global) sizes."""
 
 
 @dataclass(frozen=True)
 class Type:
     kind: str
     dim: int = -1
-    parts: int = 1
+    parts: Parts = 1
 
     def __str__(self) -> str:
         if self.kind != "S":
@@ -48,12 +58,16 @@ P = Type("P")
 V = Type("V", 0)
 
 
-def S(dim: int, parts: int = 1) -> Type:
-    return Type("S", dim, parts)
-
-
 Types = dict[str, Type]
 """Axis name -> Type, one entry for every atomic axis of the mesh."""
+
+
+def S(dim: int, parts: Parts = 1) -> Type:
+    """Equal numbers of parts make equal types, however the expression was written."""
+    if isinstance(parts, sympy.Expr):
+        parts = sympy.cancel(parts)
+        parts = int(parts) if parts.is_Integer else parts
+    return Type("S", dim, parts)
 
 
 def part(size: int, ways: int, index: int) -> tuple[int, int]:

@@ -242,11 +242,7 @@ class Plan:
         return problems
 
     def _option_problems(self) -> list[str]:
-        problems = [
-            f"{name}={value!r} is not supported yet"
-            for name, value in (("sequence_parallel", self.sequence_parallel), ("cp", self.cp > 1))
-            if value
-        ]
+        problems: list[str] = []
         if self.backend not in BACKENDS:
             problems.append(f"unknown backend {_did_you_mean(self.backend, BACKENDS)}; known: {', '.join(BACKENDS)}")
         if isinstance(self.layout, Mapping):

@@ -4,8 +4,8 @@
    and integer values that a lookup in the graph could not take.
 2. One all-gather of a few integers over the world tells every rank whether all are well, and whether the calls agree:
    the same program on all ranks, the same batch size (the global batch is cut evenly) and the same scalar inputs on all
-   ranks, and within a tp group the same shapes and the same integer values (token ids, labels).  Sequence lengths may
-   differ between dp ranks.
+   ranks, and within a group over tp and cp the same shapes and the same integer values (token ids, labels).  Sequence
+   lengths may differ between dp ranks.
 3. If not, a second exchange collects the details and all ranks raise the *same* MoecError.  Ranks take this branch on
    the gathered integers alone, so they all take it.
 
@@ -90,16 +90,16 @@ def exchange(report: Report, mesh: Mesh, device: torch.device) -> None:
     gathered = [torch.empty_like(mine) for _ in range(mesh.world)]
     dist.all_gather(gathered, mine)
     rows = torch.stack(gathered).tolist()
-    tp_groups = mesh.groups(mesh.role("tp"))
+    same = mesh.groups(mesh.role("cp") + mesh.role("tp"))  # ranks that are to pass identical tensors
     if (
         all(row[0] for row in rows)
         and all(row[1:3] == rows[0][1:3] for row in rows)
-        and all(rows[rank][3:] == rows[group[0]][3:] for group in tp_groups for rank in group)
+        and all(rows[rank][3:] == rows[group[0]][3:] for group in same for rank in group)
     ):
         return
     reports: list[Report] = [report] * mesh.world
     dist.all_gather_object(reports, report)
-    raise _verdict(reports, tp_groups)
+    raise _verdict(reports, same, "tp and cp" if mesh.role("cp") else "tp")
 
 
 def agree(key: str, error: Exception | None, where: str) -> None:
@@ -139,7 +139,7 @@ def alone(report: Report) -> None:
         raise _error(report.problems, report.where, "")
 
 
-def _verdict(reports: list[Report], tp_groups: tuple[tuple[int, ...], ...]) -> MoecError:
+def _verdict(reports: list[Report], same: tuple[tuple[int, ...], ...], of: str) -> MoecError:
     own = [f"{_ranks(ranks)}: {p}" for what, ranks in _by_value([r.problems for r in reports]) for p in what]
     if own:
         return _error(own, reports[0].where, "")
@@ -155,16 +155,16 @@ def _verdict(reports: list[Report], tp_groups: tuple[tuple[int, ...], ...]) -> M
             "shapes differ between ranks, and this model computes with the number of tokens, so that all ranks need "
             "the same: " + _listed(all_shapes)
         )
-    for group in tp_groups:
+    for group in same:
         if len(shapes := _by_value([reports[r].shapes for r in group], group)) > 1:
-            problems.append(f"shapes differ inside the tp group {list(group)}: {_listed(shapes)}")
+            problems.append(f"shapes differ inside the {of} group {list(group)}: {_listed(shapes)}")
         elif len({reports[r].values for r in group}) > 1:
-            problems.append(f"token ids or other integer inputs differ inside the tp group {list(group)}")
+            problems.append(f"token ids or other integer inputs differ inside the {of} group {list(group)}")
     return _error(
         problems,
         reports[0].where,
-        "every rank makes the same call with its own dp slice of the global batch; ranks that differ only in tp pass "
-        "identical tensors (moec.shard_batch cuts a global tensor)",
+        "every rank makes the same call with its own dp slice of the global batch; ranks that differ only in tp and cp "
+        "pass identical tensors (moec.shard_batch cuts a global tensor)",
     )
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from moec.guards import size_problems
+from moec.guards import size_problems, solve_sizes
 from moec.placement import Types, show
 from moec.runtime.mesh import Mesh
 from moec.runtime.torch_compat import OpOverload, expr
@@ -183,13 +183,15 @@ class Program:
 
     def size_problems(self, shapes: Mapping[str, tuple[int, ...]], dp: int = 1) -> list[str]:
         """Which assumptions of capture inputs of these shapes (by placeholder, a dp-th of the batch) do not meet."""
-        sizes = {}
+        found = []
         for node in self.placeholders():
-            if self.size_guards and node.name in self.inputs and node.name in shapes:
+            if node.name in self.inputs and node.name in shapes:
+                spec = self.inputs[node.name]
                 for dim, (size, n) in enumerate(zip(node.meta["val"].shape, shapes[node.name], strict=True)):
-                    scale = dp if dim == self.inputs[node.name].batch_dim else 1
-                    sizes[expr(size)] = (f"size {dim} of {self.inputs[node.name].path!r}", n * scale)
-        return size_problems(self.size_guards, sizes)
+                    scale = dp if dim == spec.batch_dim else 1
+                    found.append((expr(size), f"size {dim} of {spec.path!r}", n * scale))
+        sizes, problems = solve_sizes(found)
+        return problems[:1] or size_problems(self.size_guards, sizes)
 
     def op_counts(self) -> Counter[str]:
         return Counter(op_name(n) for n in self.graph.nodes if n.op == "call_function")

@@ -118,6 +118,31 @@ def hint(size: int | torch.SymInt) -> int | None:
     return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
+def size_of(e: sympy.Expr, like: Tensor) -> int | torch.SymInt:
+    """A size with the expression ``e``, of the shape environment of the fake tensor ``like``."""
+    e = sympy.cancel(e)
+    if e.is_Integer:
+        return int(e)
+    env = like.fake_mode.shape_env  # type: ignore[attr-defined]
+    known = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # the name since torch 2.12
+    return env.create_symintnode(e, hint=None if is_unbacked(e) else int(e.xreplace(known)))
+
+
+def fresh_size(like: Tensor, name: str, value: int) -> torch.SymInt:
+    """A size of its own symbol, ``value`` in the examples, of the shape environment of the fake tensor ``like``."""
+    mode = like.fake_mode  # type: ignore[attr-defined]
+    return symbolic_fake(mode, torch.empty(value), name).shape[0]  # type: ignore[return-value]
+
+
+def resized(fake: Tensor, shape: Iterable[int | torch.SymInt | sympy.Expr]) -> Tensor:
+    """A tensor of the mode and dtype of ``fake`` and of another shape; expressions are sizes too.  Plain tensors work
+    as well, with numbers."""
+    sizes = [size_of(s, fake) if isinstance(s, sympy.Expr) else s for s in shape]
+    mode = fake.fake_mode if isinstance(fake, FakeTensor) else contextlib.nullcontext()
+    with mode:
+        return torch.empty(sizes, dtype=fake.dtype, device=fake.device)
+
+
 # -- capture ---------------------------------------------------------------------------------------------------------
 
 

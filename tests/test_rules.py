@@ -9,6 +9,7 @@ one.
 from __future__ import annotations
 
 import operator
+from math import prod
 
 import pytest
 import torch
@@ -45,43 +46,68 @@ WHOLE: set[str] = set()
 # -- what types mean, for several axes at once -----------------------------------------------------------------------
 
 
-def deal(value: Tensor, types: Types, gen: torch.Generator) -> list[Tensor]:
-    """Local values whose meaning is ``value``; pending sums are dealt in random integer parts."""
+def cutting_order(types: Types) -> list[str]:
+    """Axes in the order in which they cut: fewer parts first, then major to minor."""
+    return sorted(AXES, key=lambda a: types[a].parts)
 
-    def split(v: Tensor, axes: tuple[str, ...]) -> list[Tensor]:
+
+def deal(value: Tensor, types: Types, gen: torch.Generator) -> list[Tensor]:
+    """Local values, by rank, whose meaning is ``value``; pending sums are dealt in random integer parts."""
+
+    def split(v: Tensor, axes: list[str], at: dict[str, int], cut: dict[int, list]) -> dict[int, Tensor]:
         if not axes:
-            return [v]
-        t, n = types[axes[0]], MESH.axis(axes[0]).size
+            return {next(r for r in range(MESH.world) if MESH.coords(r) == at): v.clone()}
+        axis, t, n = axes[0], types[axes[0]], MESH.axis(axes[0]).size
+        cut = {d: list(c) for d, c in cut.items()}
         if t.kind == "P":
             noise = [torch.randint(-4, 4, v.shape, generator=gen).to(v.dtype) for _ in range(n - 1)]
             parts = [*noise, v - sum(noise)]
         elif t.kind == "S":
-            parts = [torch.cat([b.chunk(n, t.dim)[i] for b in v.chunk(t.parts, t.dim)], t.dim) for i in range(n)]
+            blocks = _blocks(t, cut)
+            parts = [torch.cat([b.chunk(n, t.dim)[i] for b in v.chunk(blocks, t.dim)], t.dim) for i in range(n)]
+            cut.setdefault(t.dim, []).append((t.parts, n))
         else:
             parts = [v] * n
-        return [x.clone() for p in parts for x in split(p, axes[1:])]
+        return {r: x for i, p in enumerate(parts) for r, x in split(p, axes[1:], {**at, axis: i}, cut).items()}
 
-    return split(value, AXES)
+    found = split(value, cutting_order(types), {}, {})
+    return [found[r] for r in range(MESH.world)]
+
+
+def _blocks(t: Type, cut: dict[int, list]) -> int:
+    """Blocks of a dim that are here when ``t`` cuts it: axes that cut it in fewer parts dealt out the rest."""
+    return t.parts // prod(n for p, n in cut.get(t.dim, []) if p < t.parts)
 
 
 def meaning(parts: list[Tensor], types: Types) -> Tensor:
     """The value that local values stand for; copies must be equal."""
-    for axis in reversed(AXES):
-        n, t = MESH.axis(axis).size, types[axis]
-        runs = [parts[i : i + n] for i in range(0, len(parts), n)]
+    held = {tuple(MESH.coords(r)[a] for a in AXES): x for r, x in enumerate(parts)}
+    left = list(AXES)
+    for axis in reversed(cutting_order(types)):
+        t, where = types[axis], left.index(axis)
+        left.remove(axis)
+        runs: dict[tuple[int, ...], list[Tensor]] = {}
+        for at, x in sorted(held.items(), key=lambda h: h[0]):
+            runs.setdefault(at[:where] + at[where + 1 :], []).append(x)
         if t.kind == "P":
-            parts = [torch.stack(run).sum(0) for run in runs]
+            held = {at: torch.stack(run).sum(0) for at, run in runs.items()}
         elif t.kind == "S":
-            blocks = [[x.chunk(t.parts, t.dim) for x in run] for run in runs]
-            parts = [torch.cat([x[b] for b in range(t.parts) for x in run], t.dim) for run in blocks]
+            cut: dict[int, list] = {}
+            for a in left:
+                if types[a].kind == "S":
+                    cut.setdefault(types[a].dim, []).append((types[a].parts, MESH.axis(a).size))
+            n = _blocks(t, cut)
+            held = {
+                at: torch.cat([x.chunk(n, t.dim)[b] for b in range(n) for x in run], t.dim) for at, run in runs.items()
+            }
         else:
-            for run in runs:
+            for run in runs.values():
                 for x in run[1:]:
                     torch.testing.assert_close(
                         x, run[0], rtol=1e-12, atol=1e-12, msg=lambda m: f"copies differ on {axis}: {m}"
                     )
-            parts = [run[0] for run in runs]
-    return parts[0]
+            held = {at: run[0] for at, run in runs.items()}
+    return held[()]
 
 
 def gradient_types(types: Types) -> Types:
@@ -94,22 +120,27 @@ def gradient_types(types: Types) -> Types:
 def draw_types(data: st.DataObject, x: Tensor, grad: bool) -> Types:
     kinds = [I, R, P] if grad else [R]
     types: Types = {}
-    left, packed = list(x.shape), {}
+    cut: dict[int, list[tuple[int, int]]] = {}
     for axis in AXES:
         n = MESH.axis(axis).size
         options = list(kinds)
-        for d, s in enumerate(left):
-            parts = packed.get(d)
-            if s % n == 0 and parts in (None, 1):
-                options += [S(d)] * 3
-            if s % (2 * n) == 0 and (parts == 2 or (parts is None and s % 8 == 0)):
-                options.append(S(d, 2))
+        for d, s in enumerate(x.shape):
+            options += [t for t in [S(d)] * 3 + [S(d, 2), S(d, 4)] if _fits(s, [*cut.get(d, []), (t.parts, n)])]
         t = data.draw(st.sampled_from(options), label=f"{axis} of {tuple(x.shape)}")
         if t.kind == "S":
-            left[t.dim] //= n
-            packed[t.dim] = t.parts
+            cut.setdefault(t.dim, []).append((t.parts, n))
         types[axis] = t
     return types
+
+
+def _fits(size: int, cut: list[tuple[int, int]]) -> bool:
+    """Can a dim be cut by axes of these (parts, ranks)?  Finer blocks lie within what coarser cuts leave."""
+    ways = 1
+    for parts, n in sorted(cut):
+        if parts % ways and ways % parts:
+            return False
+        ways = max(ways, parts) * n
+    return size % ways == 0
 
 
 # -- building, sharding, running -------------------------------------------------------------------------------------

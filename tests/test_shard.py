@@ -35,10 +35,10 @@ AXIS_TYPES = (I, R, P, S(0), S(1))
 # -- conversions -----------------------------------------------------------------------------------------------------
 
 
-def convert_graph(types, *targets) -> tuple[fx.GraphModule, list[fx.Node], Converter]:
+def convert_graph(types, *targets, shape=(4, 8)) -> tuple[fx.GraphModule, list[fx.Node], Converter]:
     graph = fx.Graph()
     x = graph.placeholder("x")
-    x.meta.update(val=torch.empty(4, 8), types=types, grad=True, where="some.module")
+    x.meta.update(val=torch.empty(shape), types=types, grad=True, where="some.module")
     converter = Converter(graph, MESH)
     outs = [converter(x, t) for t in targets]
     graph.output(tuple(outs))
@@ -103,10 +103,24 @@ def test_values_without_a_gradient_are_not_converted_between_i_and_r() -> None:
     assert Converter(graph, MESH)(x, {DP: I, TP: I}) is x
 
 
-def test_a_packed_dim_is_never_gathered_blindly() -> None:
-    with pytest.raises(MoecError, match=re.escape("which no collective does")) as e:
-        convert_graph({DP: I, TP: S(1, 2)}, {DP: I, TP: I})
-    assert "some.module" in str(e.value)
+PACKED = [I, S(0), S(0, 2), S(1), S(1, 4)]
+
+
+@pytest.mark.parametrize("source", list(itertools.product(PACKED, repeat=2)), ids=lambda p: "-".join(map(str, p)))
+def test_packed_dims_are_converted_block_by_block(source) -> None:
+    """Two axes may cut one dim in different parts: then the one of fewer parts cuts first, whichever is major."""
+    gen = torch.Generator().manual_seed(0)
+    value = torch.randint(-9, 9, (8, 16), generator=gen).double()
+    types = dict(zip((DP, TP), source, strict=True))
+    for pair in itertools.product(PACKED, repeat=2):
+        target = dict(zip((DP, TP), pair, strict=True))
+        module, (out,), _ = convert_graph(types, target, shape=(8, 16))
+        assert out.meta["types"] == target
+        locals_ = [x.requires_grad_() for x in deal(value, types, gen)]
+        got = [o[0] for o in LockstepWorld(MESH).run(module, [[x] for x in locals_])]
+        assert torch.equal(meaning([g.detach() for g in got], target), value), (types, target)
+        torch.autograd.backward([g * 1 for g in got], deal(value, gradient_types(target), gen))
+        assert torch.equal(meaning([x.grad for x in locals_], gradient_types(types)), value), (types, target)
 
 
 @pytest.mark.parametrize("target", [{DP: S(0), TP: S(0)}, {DP: P, TP: S(1)}], ids=str)

@@ -25,11 +25,12 @@ from torch import fx
 
 from moec.passes.contract import Pass, PassContract
 from moec.passes.shard import layout as layouts
-from moec.passes.shard.convert import Converter
+from moec.passes.shard.context import Context
+from moec.passes.shard.convert import Converter, divides
 from moec.passes.shard.experts import Experts
-from moec.passes.shard.heads import repeat_key_value_heads
 from moec.passes.shard.rule import Rule, differentiable, is_getitem, operands, shape
 from moec.passes.shard.rules import is_creation, rule_for
+from moec.passes.shard.sequence import Sequence
 from moec.passes.shard.sizes import Sizes
 from moec.passes.shard.solve import Operand, solve
 from moec.passes.shard.vocab import Vocabulary
@@ -51,9 +52,11 @@ class Sharder:
         self.program, self.plan = program, plan
         self.graph, self.mesh = program.graph, program.mesh
         self.dp, self.tp = self.mesh.role("dp"), self.mesh.role("tp")
+        self.sequence = Sequence(program, plan)
         self.sizes = Sizes(program, self.mesh.size(self.dp))
-        self.convert = Converter(self.graph, self.mesh)
+        self.convert = Converter(self.graph, self.mesh, self.sizes)
         self.experts = Experts(self)
+        self.context = Context(self)
         self.vocabulary = Vocabulary(self)
         self.vocabulary_size = 0
         self.beside_loss = False
@@ -119,8 +122,7 @@ class Sharder:
 
     def _local(self, size, types: Types, dim: int, node: fx.Node):
         n = self.shards(types, dim)
-        parts = max((t.parts for t in types.values() if t.kind == "S" and t.dim == dim), default=1)
-        if isinstance(size, int) and size % (n * parts):
+        if isinstance(size, int) and not divides(self.mesh, types, dim, size):
             raise MoecError(
                 f"dim {dim} of {node.name} has size {size}, which {n} ranks do not divide ({types})",
                 where=node.meta.get("where", ""),
@@ -190,12 +192,32 @@ class Sharder:
             self._become(node, self.experts.unpermute(node))
         elif name in ("moec.grouped_mm", "moec.grouped_add"):
             self._grouped(node, name)
+        elif self.sequence.begins(node):
+            self._begin(node, name)
         elif (other := self.vocabulary.rewrite(node)) is not None:
             self._become(node, other)
+        elif name == "aten.scaled_dot_product_attention":
+            self.context.attention(node)
         else:
-            if name == "aten.scaled_dot_product_attention":
-                repeat_key_value_heads(self, node)
             self._general(node, name)
+
+    def _begin(self, node: fx.Node, name: str) -> None:
+        """The first activation: sharded on the sequence from here on."""
+        if found := self.sequence.sliced(node):
+            value, t = found
+            on_cp = {a: t if a in self.sequence.cp and x.kind in "IR" else x for a, x in value.meta["types"].items()}
+            node.replace_input_with(value, self.convert(value, on_cp))
+        first = self.vocabulary.rewrite(node)
+        if first is None:
+            self._general(node, name)
+            first = node
+        users = list(node.users)
+        with self.graph.inserting_before(node.next):
+            stream = self.convert(first, self.sequence.types(first))
+        for user in users:
+            user.replace_input_with(node, stream)
+        if first is not node:
+            self.graph.erase_node(node)
 
     def _become(self, node: fx.Node, other: fx.Node) -> None:
         node.replace_all_uses_with(other)

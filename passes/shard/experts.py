@@ -6,7 +6,8 @@ A raised block is ``permute(x_TH, ids_TK) -> rows_NH … body … unpermute(rows
 
 1. **Deal**: over ep and edp every rank needs distinct tokens, over etp all ranks need the same.  Tokens that are
    invariant over an ep or edp axis (they were dense tp ranks) are split there, padded with id −1 to a multiple first;
-   tokens that are sharded over an etp axis (they were dense dp ranks) are gathered there.
+   those of a sharded sequence are distinct as they are.  Tokens that are sharded over an etp axis (they were dense dp
+   ranks, or shared the sequence) are gathered there.
 2. **Dispatch** (ep > 1): counts are exchanged, rows travel to the rank of their expert (uneven all-to-all), and the
    received chunks are re-sorted from (rank, expert) to (expert, rank).  Rows are ragged (V) from here on.
 3. The body runs on the local experts: ordinary nodes, typed by the ordinary rules.
@@ -60,12 +61,18 @@ class Experts:
         """Rewrite ``rows, counts, row_of = permute(x, ids, E)`` in place."""
         ctx = self.ctx
         x, ids, num_experts = node.args
-        dealt: Types = {a.name: R if a.expert == "etp" else S(0) for a in self.mesh.axes}
         # Tokens are whole rows: anything but a split of the token dim is undone first.
-        original = {a: t if t == S(0) or t.kind in "IR" else ctx.default_type(x) for a, t in x.meta["types"].items()}
+        original = {
+            a: t if (t.kind == "S" and t.dim == 0) or t.kind in "IR" else ctx.default_type(x)
+            for a, t in x.meta["types"].items()
+        }
         x = ctx.convert(x, original)
+        dealt: Types = {
+            a.name: R if a.expert == "etp" else original[a.name] if original[a.name].sharded else S(0)
+            for a in self.mesh.axes
+        }
         region = Region(dealt=dealt, original=original)
-        region.split_axes = tuple(a for a in dealt if dealt[a] == S(0) and not original[a].sharded)
+        region.split_axes = tuple(a for a in dealt if dealt[a].sharded and not original[a].sharded)
         x, ids = self._deal(x, region, 0.0), self._deal(ids, region, -1)
 
         num_ranks = self.mesh.size(self.mesh.role("ep"))
@@ -96,9 +103,9 @@ class Experts:
     def _deal(self, value: fx.Node, region: Region, fill) -> fx.Node:
         """Give a token-major value the types that the experts need, padding where tokens are newly split."""
         ctx = self.ctx
-        gathered = {a: region.dealt[a] if region.dealt[a] == R else t for a, t in value.meta["types"].items()}
-        value = ctx.convert(value, gathered)
-        split = [a for a in region.split_axes if not value.meta["types"][a].sharded]
+        whole = ctx.default_type(value)
+        split = region.split_axes
+        value = ctx.convert(value, {a: whole if a in split else t for a, t in region.dealt.items()})
         if not split:
             return value
         n = self.mesh.size(split)
@@ -154,7 +161,7 @@ class Experts:
         if region.recv_RE is not None:
             rows = self._return(rows, region)
         weights = self._deal(weights, region, 0)
-        types: Types = {a: S(0) if t.kind == "V" else t for a, t in rows.meta["types"].items()}
+        types: Types = {a: region.dealt[a] if t.kind == "V" else t for a, t in rows.meta["types"].items()}
         grad = rows.meta["grad"] or weights.meta["grad"]
         y = ctx.call(moec_ops.unpermute.default, (rows, weights, row_of), node.meta["val"], types, grad)
         if region.tokens is not None:

@@ -13,10 +13,11 @@ from torch import fx
 from moec.passes.shard.rule import shape
 
 
-def repeat_key_value_heads(ctx, node: fx.Node) -> None:
-    """``ctx`` is the pass (``Sharder``); ``node`` an attention over [B H S D] whose operands have their types."""
+def repeat_key_value_heads(ctx, node: fx.Node, dealt: int) -> None:
+    """``ctx`` is the pass (``Sharder``); ``node`` an attention over [B H S D] whose operands have their types and whose
+    query heads are to be dealt to ``dealt`` ranks."""
     q = node.args[0]
-    heads, dealt = shape(q)[1], ctx.shards(q.meta["types"], 1)
+    heads = shape(q)[1]
     for i in (1, 2):
         x = node.args[i]
         own = shape(x)[1]

@@ -6,11 +6,13 @@ A *factor* is a loop of an op: see ``rules.py`` for what rules mean and for the 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
+from moec.placement import Type
 from moec.runtime.torch_compat import expr
 
 Dims = tuple[str | None, ...]
@@ -26,6 +28,8 @@ class Rule:
     """Factors that the op itself makes (an expanded dim): free to be sharded, no operand has them."""
     added: frozenset[int] = field(default_factory=frozenset)
     """Operands that are added to the result (a bias): P where it is P, so that they count once."""
+    moves: Callable[[Type], Type | None] | None = None
+    """Of a view: S of its operand -> S of its result (None: gathered first).  Says more than factors can."""
 
 
 def operands(node: fx.Node) -> list[fx.Node]:

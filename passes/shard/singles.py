@@ -5,11 +5,13 @@ Names end in an underscore, because many ops are called like Python's own functi
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import fx
 
 from moec.passes.shard.families import einsum
 from moec.passes.shard.rule import Dims, Rule, is_one, operands, result_shapes, same_size, shape
-from moec.passes.shard.views import view_factors
+from moec.passes.shard.views import moved, view_factors
 from moec.program import op_name
 from moec.runtime.errors import MoecError
 
@@ -36,9 +38,10 @@ def unsqueeze_(node: fx.Node) -> Rule:
 
 
 def view_(node: fx.Node) -> Rule:
-    ins, outs = view_factors(shape(operands(node)[0]), result_shapes(node)[0])
+    src, dst = shape(operands(node)[0]), result_shapes(node)[0]
+    ins, outs = view_factors(src, dst)
     blocked = frozenset(n for n in ins if n and n.startswith("minor"))
-    return Rule((ins,), (outs,), blocked, "linear")
+    return Rule((ins,), (outs,), blocked, "linear", moves=partial(moved, src, dst))
 
 
 def expand_(node: fx.Node) -> Rule:

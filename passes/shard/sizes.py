@@ -35,12 +35,13 @@ class Sizes:
             if node.name not in program.inputs:
                 continue
             for dim, size in enumerate(node.meta["val"].shape):
-                e = expr(size)
-                if e.is_Symbol and str(e) not in self.symbols:
+                factor, symbol = expr(size).as_coeff_Mul()  # a shared sequence is recorded as n * t
+                if symbol.is_Symbol and str(symbol) not in self.symbols:
                     with self.graph.inserting_after(self._after):
                         n = self.graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
                     n.meta.update(val=size, types=None)
-                    self.symbols[str(e)] = self._after = n
+                    self._after = self.made[expr(size)] = n
+                    self.symbols[str(symbol)] = n if factor == 1 else self._call(operator.floordiv, n, int(factor))
 
     def carries_batch(self, size) -> bool:
         """Whether a recorded size has the batch as a factor."""

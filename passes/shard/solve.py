@@ -1,8 +1,9 @@
 """The algebra of types: given a factor rule and the operands' types on one axis, what the operands must become and
 what the results are.  Pure: it looks at no graph and moves no data.
 
-1. Choose the factor to shard: the first that a sharded operand has and that is not blocked (ragged rows first, then
-   parameters, since moving a weight costs most); else a factor that the op creates, if the caller wants one.
+1. Choose the factor to shard: one that the op creates, if the caller wants one (nothing moves for it); else the first
+   that a sharded operand has and that is not blocked (ragged rows first, then parameters, since moving a weight costs
+   most).  A view knows by itself what becomes of a sharded dim.
 2. With a factor f: operands that have f become S at its dim, all others R; results that have f are S, those that lack
    it are P (the contraction of f), and so are operands that are added to them.
 3. Without: pending sums pass through ops that are linear in them; otherwise they are reduced, to I when every other
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moec.passes.shard.rule import Rule
-from moec.placement import I, P, R, S, Type, V
+from moec.placement import I, P, Parts, R, S, Type, V
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,18 @@ class Operand:
 
 def solve(rule: Rule, ops: Sequence[Operand], wanted: frozenset[str] = frozenset()) -> tuple[list[Type], list[Type]]:
     """Target types of the operands and types of the results on one axis.  ``wanted``: created factors to shard here."""
+    if rule.moves is not None and ops[0].type.kind == "S":
+        result = rule.moves(ops[0].type)
+        return ([ops[0].type], [result]) if result is not None else _without_factor(rule, ops)
     factor, parts, ragged = _choose(rule, ops, wanted)
     if factor is not None:
         return _with_factor(rule, ops, factor, parts, ragged)
     return _without_factor(rule, ops)
 
 
-def _choose(rule: Rule, ops: Sequence[Operand], wanted: frozenset[str]) -> tuple[str | None, int, bool]:
+def _choose(rule: Rule, ops: Sequence[Operand], wanted: frozenset[str]) -> tuple[str | None, Parts, bool]:
+    if made := wanted & rule.created:
+        return min(made), 1, False
     found = []
     for slot, o in enumerate(ops):
         if o.type.sharded:
@@ -46,12 +52,12 @@ def _choose(rule: Rule, ops: Sequence[Operand], wanted: frozenset[str]) -> tuple
     if found:
         *_, f, t = min(found, key=lambda x: x[:3])
         return f, t.parts, t.kind == "V"
-    for f in sorted(wanted & rule.created):
-        return f, 1, False
     return None, 1, False
 
 
-def _with_factor(rule: Rule, ops: Sequence[Operand], f: str, parts: int, ragged: bool) -> tuple[list[Type], list[Type]]:
+def _with_factor(
+    rule: Rule, ops: Sequence[Operand], f: str, parts: Parts, ragged: bool
+) -> tuple[list[Type], list[Type]]:
     def place(dims) -> Type:
         return V if ragged else S(dims.index(f), parts)
 

@@ -71,7 +71,7 @@ class Vocabulary:
         padding = node.args[2] if len(node.args) > 2 else -1
         y = self._emit(node, moec_ops.lookup.default, weight, self._vocab(node, weight, 0), ids, padding)
         # Reduced once and here: a residual stream that starts as a pending sum would be reduced at every norm.
-        types = y.meta["types"]
+        types = self.ctx.sequence.types(y)
         return self.ctx.convert(y, {a: self.ctx.default_type(y) if t == P else t for a, t in types.items()})
 
     # -- 2

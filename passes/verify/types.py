@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from moec.passes.shard.convert import dealt_blocks
 from moec.passes.shard.rule import differentiable, is_getitem, operands
 from moec.passes.shard.rules import is_creation, rule_for
 from moec.passes.shard.solve import Operand, solve
@@ -109,23 +110,24 @@ def _derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
 def _convert(program: Program, node: fx.Node, source: Types, entry) -> Types:
     dim = node.args[1]
     to_dim = node.args[2] if entry.kind == "s_to_s" else dim
-    out, group = dict(source), group_of(node).split(",")
-    # A gather puts whole shards side by side: where axes inside cut the same dim, it must be strided by theirs.
-    minor = program.mesh.names[program.mesh.names.index(group[-1]) + 1 :]
-    inner = program.mesh.size([a for a in minor if source[a].kind == "S" and source[a].dim == dim])
-    for axis in group:
-        expected = S(dim, parts=inner) if entry.source == "S" else Type(entry.source)
+    out = dict(source)
+    axes = group_of(node).split(",")
+    # What is cut from a dim that axes minor to these share already, is cut from each of their blocks.
+    was, becomes = (S(d, dealt_blocks(program.mesh, source, axes, d)) for d in (dim, to_dim))
+    for axis in axes:
+        expected = was if entry.source == "S" else Type(entry.source)
         neutral = not node.args[0].meta["grad"] and source[axis].kind in "IR" and expected.kind in "IR"
         if source[axis] != expected and not neutral:
             raise MoecError(
                 f"{node.name} ({entry.kind}) is fed {source[axis]} on {axis}", where=node.meta.get("where", "")
             )
-        out[axis] = S(to_dim) if entry.dest == "S" else Type(entry.dest)
+        out[axis] = becomes if entry.dest == "S" else Type(entry.dest)
     return out
 
 
 def _moe(program: Program, node: fx.Node, name: str, types: list[Types]) -> Types | list[Types]:
-    """The expert dialect: tokens S(0) over ep and edp and R over etp; rows V; weights S(0) over ep and R over edp."""
+    """The expert dialect: tokens S(0), packed or not, over ep and edp, R over etp; rows V; weights S(0) over ep, R over
+    edp."""
 
     def require(have: Type, want: tuple[Type, ...], axis: str) -> None:
         if have not in want:
@@ -135,18 +137,21 @@ def _moe(program: Program, node: fx.Node, name: str, types: list[Types]) -> Type
             )
 
     out: Types = {}
+    row_of: Types = {}
     for axis in program.mesh.axes:
         a, etp = axis.name, axis.expert == "etp"
         on = [t[a] for t in types]
-        if name == "moec.permute":
-            for t in on:
-                require(t, (R,) if etp else (S(0),), a)
-            out[a] = R if etp else V
-        elif name == "moec.unpermute":
-            require(on[0], (R, P) if etp else (V,), a)
-            for t in on[1:]:
-                require(t, (R,) if etp else (S(0),), a)
-            out[a] = on[0] if etp else S(0)
+        if name in ("moec.permute", "moec.unpermute"):
+            # Tokens are distinct over ep and edp, in whatever order the rows lie: the same order for all operands.
+            tokens = on[-1]
+            for t in on[1:] if name == "moec.unpermute" else on:
+                require(t, (R,) if etp else (S(0, tokens.parts),), a)
+            if name == "moec.permute":
+                out[a] = R if etp else V
+            else:
+                require(on[0], (R, P) if etp else (V,), a)
+                out[a] = on[0] if etp else tokens
+            row_of[a] = tokens
         elif name in ("moec.grouped_mm", "moec.grouped_add") and not etp:
             require(on[0], (V,), a)
             require(on[1], (S(0),) if axis.expert == "ep" else (R,), a)
@@ -173,7 +178,7 @@ def _moe(program: Program, node: fx.Node, name: str, types: list[Types]) -> Type
             require(on[0], (R, P) if etp else (V,), a)
             out[a] = on[0]
     if name == "moec.permute":
-        return [out, out, {a: t if t == R else S(0) for a, t in out.items()}]
+        return [out, out, row_of]
     return out
 
 

@@ -21,9 +21,7 @@ from .rows import accumulator
 @torch.library.custom_op("moec::blocked_logsumexp", mutates_args=())
 def blocked_logsumexp(x_NV: Tensor, blocks: int) -> Tensor:
     if blocks < 1 or x_NV.shape[-1] % blocks:
-        raise MoecError(
-            f"{x_NV.shape[-1]} entries do not make {blocks} equal blocks", where="moec::blocked_logsumexp"
-        )
+        raise MoecError(f"{x_NV.shape[-1]} entries do not make {blocks} equal blocks", where="moec::blocked_logsumexp")
     return x_NV.to(accumulator(x_NV.dtype)).unflatten(-1, (blocks, -1)).logsumexp(-1)
 
 
