@@ -1,9 +1,12 @@
 """explain: every collective of a training step (origin, group, bytes), where parameters lie and why, what was declined.
 
-Read off the compiled graph: nothing runs, no ranks are needed.  A forward collective whose input needs a gradient has
-its dual in the backward; reductions that ``lower`` peeled off parameters form the epilogue, one bucket for each group
-and dtype.  Bytes are tensor bytes on one rank (the larger of what goes in and out).  An exchange of routed rows depends
-on the data; it is stated for uniform routing and marked ``estimated``.
+Read off the compiled graph: nothing is computed, no ranks are needed.  A forward collective whose input needs a
+gradient has its dual in the backward; reductions that ``lower`` peeled off parameters form the epilogue, one bucket for
+each group and dtype.  A collective is *parameter* traffic if what it moves is computed from parameters alone (and so
+their gradients), else *activation* traffic.  Parameters that are resharded after the forward are gathered again in the
+backward if autograd saves them, which a run on fake tensors shows.  Bytes are tensor bytes on one rank (the larger of
+what goes in and out).  An exchange of routed rows depends on the data; it is stated for uniform routing and marked
+``estimated``.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 
 from moec.placement import local_shape, show
 from moec.program import ParamSpec, Program
+from moec.regather import saved_gathers
 from moec.runtime.collectives import TABLE, collective, group_of
 from moec.runtime.errors import MoecError
 from moec.runtime.torch_compat import expr
@@ -27,13 +32,17 @@ if TYPE_CHECKING:
     from moec.module import ParallelModule
 
 
+TRAFFIC = ("parameter", "activation")
+
+
 @dataclass(frozen=True)
 class CollectiveUse:
-    """One collective of a step.  ``phase``: forward, backward or epilogue."""
+    """One collective of a step.  ``phase``: forward, backward or epilogue; ``traffic``: parameter or activation."""
 
     kind: str
     primitive: str
     phase: str
+    traffic: str
     group: str
     ranks: int
     bytes: int
@@ -62,18 +71,20 @@ class Explanation:
     declined: tuple[str, ...]
 
     def totals(self) -> dict[str, tuple[int, int]]:
-        """(count, bytes) by phase and primitive, and in all under ``"all"``."""
+        """(count, bytes) by phase and primitive, by traffic (``"parameter"``, ``"activation"``), and ``"all"``."""
         out: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
         for c in self.collectives:
-            for k in (f"{c.phase} {c.primitive}", "all"):
+            for k in (f"{c.phase} {c.primitive}", c.traffic, "all"):
                 out[k] = (out[k][0] + 1, out[k][1] + c.bytes)
         return dict(out)
 
     def to_dict(self) -> dict[str, Any]:
-        total = self.totals().get("all", (0, 0))
+        total = {k: dict(zip(("collectives", "bytes"), v, strict=True)) for k, v in self.totals().items()}
+        none = {"collectives": 0, "bytes": 0}
         return {
             "sizes": {k: list(v) for k, v in self.sizes.items()},
-            "total": {"collectives": total[0], "bytes": total[1]},
+            "total": total.get("all", none),
+            "traffic": {k: total.get(k, none) for k in TRAFFIC},
             "collectives": [asdict(c) for c in self.collectives],
             "parameters": [asdict(p) for p in self.parameters],
             "declined": list(self.declined),
@@ -90,6 +101,7 @@ class Explanation:
         rows = [
             (
                 c.phase,
+                c.traffic,
                 c.primitive,
                 c.kind,
                 c.group,
@@ -99,7 +111,7 @@ class Explanation:
             )
             for c in self.collectives
         ]
-        lines += _table(("phase", "collective", "types", "group", "ranks", "bytes", "where"), rows)
+        lines += _table(("phase", "traffic", "collective", "types", "group", "ranks", "bytes", "where"), rows)
         lines += ["", "totals"] + [f"  {k:<28} {n:>4}  {_human(b)}" for k, (n, b) in self.totals().items()]
         lines += ["", "parameters"]
         lines += _table(
@@ -128,27 +140,38 @@ def explain(target: Program | ParallelModule, sizes: Mapping[str, tuple[int, ...
         for node in program.placeholders()
         if (s := program.inputs.get(node.name))
     }
-    uses = [
-        u for node in program.graph.nodes if node.op == "call_function" for u in _uses(program, node, values, "forward")
-    ]
+    own = _of_parameters(program)
+    nodes = [n for n in program.graph.nodes if n.op == "call_function"]
+    uses = [u for node in nodes for u in _uses(program, node, values, "forward", own)]
     if program.training:
-        back = [
-            u
-            for node in reversed(program.graph.nodes)
-            if node.op == "call_function"
-            for u in _uses(program, node, values, "backward")
-        ]
-        uses += back + _epilogue(program)
+        again = saved_gathers(program)
+        for node in reversed(nodes):
+            uses += [u for start in again.get(node, ()) for u in _uses(program, start, values, "backward", own, True)]
+            uses += _uses(program, node, values, "backward", own)
+        uses += _epilogue(program)
     places = tuple(_placement(program, s) for s in program.params.values())
     return Explanation(shown, tuple(uses), places, tuple(program.why_not))
 
 
-def _uses(program: Program, node, values, phase: str) -> list[CollectiveUse]:
+def _of_parameters(program: Program) -> set[fx.Node]:
+    """The values that are computed from parameters alone."""
+    own: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        if node.name in program.params if node.op == "placeholder" else tensors and own.issuperset(tensors):
+            own.add(node)
+    return own
+
+
+def _uses(
+    program: Program, node: fx.Node, values, phase: str, own: set[fx.Node], again: bool = False
+) -> list[CollectiveUse]:
+    """The collective of ``node`` in this phase, if there is one; ``again``: a parameter gathered once more."""
     entry = collective(node.target)
     if entry is None:
         return []
     source = node.args[0]
-    if phase == "backward":
+    if phase == "backward" and not again:
         if entry.dual is None or not source.meta["grad"]:
             return []
         entry = TABLE[entry.dual]
@@ -161,6 +184,7 @@ def _uses(program: Program, node, values, phase: str) -> list[CollectiveUse]:
             entry.kind,
             entry.primitive,
             phase,
+            TRAFFIC[source not in own],
             group_of_key(program, node),
             node.args[-2],
             entry.tensor_bytes(*sizes),
@@ -186,6 +210,7 @@ def _epilogue(program: Program) -> list[CollectiveUse]:
             "p_to_i",
             "all_reduce",
             "epilogue",
+            TRAFFIC[0],
             key,
             program.mesh.size(key),
             n,
@@ -232,6 +257,8 @@ def _number(size, values: Mapping[str, int]) -> int:
 
 
 def _bytes(program: Program, node, values, use) -> int:
+    if spec := program.params.get(node.name):
+        return prod(local_shape(spec.shape, spec.types, program.mesh)) * spec.dtype.itemsize
     val = node.meta.get("local")
     if val is None:
         val = node.meta["val"]

@@ -126,8 +126,9 @@ class ParallelModule(nn.Module):
         tensors = self._preflight(key, program, call)
         self._program = program
         self.last_sizes = {s.path: tuple(tensors[s.placeholder].shape) for s in program.inputs.values()}
-        reshards = "reshard_after_forward" in program.facts and torch.is_grad_enabled()
-        resharding = Resharding() if reshards else None
+        reshards = torch.is_grad_enabled() and any(n.name == RESHARDING for n in program.placeholders())
+        owners = ((to_local(s.value), s.value) for s in self._slots.values())
+        resharding = Resharding(owners) if reshards else None
         with resharding.hooks() if resharding is not None else nullcontext():
             results = program.module(*self._operands(program, tensors, resharding))
         self.expert_counts = {path: results[i].detach() for path, i in program.expert_counts.items()}

@@ -69,8 +69,8 @@ class Plan:
     """Shard parameters, gradients and so optimizer state over dp (experts over edp), and gather them at their use.
     An integer: over that many of the dp ranks, copies over the rest (HSDP)."""
     reshard_after_forward: bool = True
-    """FSDP: gathered parameters are freed after their use and gathered again in the backward; False keeps them until
-    then, which saves that communication and costs the memory of whole parameters."""
+    """FSDP: gathered parameters are freed after their use and gathered again in the backward (but for vectors and the
+    last ones, which it needs at once); False keeps all till then: less communication, the memory of whole weights."""
     layout: Literal["auto"] | Mapping[str, str] = "auto"
     """``auto``, or {pattern of parameter names or of the modules that own them: ``column``, ``row`` or ``replicate``};
     ``*`` matches dots too, later patterns win, and what none matches is placed as ``auto`` would."""

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from moec.guards import size_problems, solve_sizes
 from moec.placement import Types, show
+from moec.runtime.collectives import is_start
 from moec.runtime.mesh import Mesh
 from moec.runtime.torch_compat import OpOverload, expr
 
@@ -192,6 +193,28 @@ class Program:
                     found.append((expr(size), f"size {dim} of {spec.path!r}", n * scale))
         sizes, problems = solve_sizes(found)
         return problems[:1] or size_problems(self.size_guards, sizes)
+
+    def resharded(self) -> dict[fx.Node, fx.Node]:
+        """The values of gathered parameters that are not kept for the backward -> the starts of their gathers.
+
+        A parameter that is used after the last gather is there when the backward begins, which needs it first: the head
+        of a language model, say.  It is kept; to gather it again would save no memory.  So are vectors, whose memory is
+        not worth a collective.
+        """
+        if "reshard_after_forward" not in self.facts:
+            return {}
+        order = {n: i for i, n in enumerate(self.graph.nodes)}
+        found: dict[fx.Node, fx.Node] = {}
+        for value in self.graph.nodes:
+            if "gathered" in value.meta:
+                start = value
+                while not is_start(start.target):
+                    start = next(n for n in start.all_input_nodes if "val" in n.meta)
+                found[value] = start
+        last = max((order[v] for v in found), default=0)
+        return {
+            v: start for v, start in found.items() if v.meta["val"].ndim > 1 and all(order[u] < last for u in v.users)
+        }
 
     def op_counts(self) -> Counter[str]:
         return Counter(op_name(n) for n in self.graph.nodes if n.op == "call_function")

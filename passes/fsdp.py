@@ -30,7 +30,7 @@ from moec.passes.contract import Pass, PassContract
 from moec.placement import I, R, S, Type, Types, local_shape
 from moec.plan import Plan
 from moec.program import ParamSpec, Program, op_name
-from moec.runtime.collectives import TABLE, group_of, is_start
+from moec.runtime.collectives import TABLE, group_of
 from moec.runtime.mesh import Mesh
 from moec.runtime.torch_compat import WAIT
 
@@ -227,18 +227,6 @@ def _filled(lengths: list[int]) -> tuple[tuple[int, int], ...]:
     return tuple(runs)
 
 
-def gathers(program: Program) -> dict[fx.Node, fx.Node]:
-    """The value that stands for each gathered parameter -> the start of its gather."""
-    found = {}
-    for node in program.graph.nodes:
-        if "gathered" in node.meta:
-            start = node
-            while not is_start(start.target):
-                start = start.all_input_nodes[0]
-            found[node] = start
-    return found
-
-
 CONTRACT = PassContract(
     name="fsdp",
     requires=frozenset({"sharded"}),
@@ -246,4 +234,4 @@ CONTRACT = PassContract(
     conflicts_with=frozenset({"fsdp", "lowered"}),
 )
 fsdp = Pass(CONTRACT, _run, applies=lambda plan: plan.fsdp_degree > 1)
-__all__ = ["CONTRACT", "fsdp", "gathers", "place"]
+__all__ = ["CONTRACT", "fsdp", "place"]

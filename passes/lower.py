@@ -19,7 +19,6 @@ from __future__ import annotations
 from torch import fx
 
 from moec.passes.contract import Pass, PassContract
-from moec.passes.fsdp import gathers
 from moec.plan import Plan
 from moec.program import Program
 from moec.runtime.collectives import TABLE, collective, group_of
@@ -55,22 +54,23 @@ def bind(program: Program, names: dict[str, str]) -> Program:
         if node.op == "call_function" and collective(node.target):
             node.meta["group_key"] = group_of(node)  # for people and for explain
             node.args = fx.node.map_aggregate(node.args, lambda a: names.get(a, a) if isinstance(a, str) else a)
-    if "reshard_after_forward" in bound.facts:
-        _reshard(bound)
+    if resharded := bound.resharded():
+        _reshard(bound, resharded)
     bound.module.recompile()
     return bound
 
 
-def _reshard(program: Program) -> None:
+def _reshard(program: Program, resharded: dict[fx.Node, fx.Node]) -> None:
     graph = program.graph
     with graph.inserting_before(next(iter(graph.nodes))):
         resharding = graph.placeholder(RESHARDING)
-    for value, start in gathers(program).items():
+    for value, start in resharded.items():
         source, dim, size, group = start.args
         with graph.inserting_after(value):
             args = (resharding, value, source, dim, size, group, value.meta["gathered"])
             noted = graph.call_function(gathered, args)
-        noted.meta.update({k: v for k, v in value.meta.items() if k != "gathered"})
+        noted.meta.update(value.meta)
+        del value.meta["gathered"]
         value.replace_all_uses_with(noted, delete_user_cb=lambda user, noted=noted: user is not noted)
 
 

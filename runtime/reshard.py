@@ -18,6 +18,7 @@ saved tensor or a parameter between forward and backward is told so, as autograd
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ def gathered(
 ) -> Tensor:
     """``whole``, which was gathered from ``local``; without a ``resharding`` nothing else."""
     if resharding is not None:
-        resharding.note(whole, _Parameter(local.detach(), local._version, dim, size, group, runs))
+        resharding.note(whole, local.detach(), dim, size, group, runs)
     return whole
 
 
@@ -52,6 +53,8 @@ def unpadded(padded: Tensor, dim: int, runs: Runs) -> Tensor:
 @dataclass
 class _Parameter:
     local: Tensor
+    owner: Tensor
+    """What the user holds and may change: of a DTensor's part only the DTensor counts versions."""
     version: int
     dim: int
     size: int
@@ -63,7 +66,7 @@ class _Parameter:
     whole: Tensor | None = None
 
     def open(self) -> Tensor:
-        _check_version(self.local, self.version)
+        _check_version(self.owner, self.version)
         whole = self.whole
         if whole is None:
             with torch.no_grad():
@@ -90,15 +93,21 @@ class _Kept:
 
 
 class Resharding:
-    """The gathers of one run of a graph."""
+    """The gathers of one run of a graph.
 
-    def __init__(self) -> None:
+    ``owners``: this rank's part of each parameter, and the parameter itself.
+    """
+
+    def __init__(self, owners: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
+        self._owners = {StorageWeakRef(local.untyped_storage()): owner for local, owner in owners}
         self._parameters: dict[StorageWeakRef, _Parameter] = {}
 
     def hooks(self) -> AbstractContextManager:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def note(self, whole: Tensor, parameter: _Parameter) -> None:
+    def note(self, whole: Tensor, local: Tensor, dim: int, size: int, group: str, runs: Runs) -> None:
+        owner = self._owners.get(StorageWeakRef(local.untyped_storage()), local)  # a padded part is a copy
+        parameter = _Parameter(local, owner, owner._version, dim, size, group, runs)
         self._parameters[StorageWeakRef(whole.untyped_storage())] = parameter
 
     def _pack(self, saved: Tensor) -> _Kept | _Handle:

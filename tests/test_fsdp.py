@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from math import prod
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from spmd import HIDDEN, Batch, Shape, build, captured, off, oracle
 from torch import fx
 
+import moec
 from moec import shards
 from moec.compiler import PIPELINE
 from moec.passes import manager
@@ -265,6 +267,68 @@ def test_a_dropped_reduction_over_the_copies_is_seen() -> None:
     truth = oracle(build(shape, 1, 2.0), Batch(4, 3, 1, 4))
     program.grad_reductions = {}
     assert off(truth.compare("lower", program)) > 1e-3
+
+
+# ------------------------------------------------------------------------------------------------ communication
+
+NEEDED = ("attention.q.", "attention.k.", "attention.v.", "attention.o.", "router.", "shared_up.", "shared_down.",
+          "shared_gate.")  # fmt: skip
+
+
+def traffic(program: Program) -> dict[tuple[str, str, str], tuple[int, int]]:
+    """(count, bytes) of parameter traffic by phase, primitive and group."""
+    out: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for c in moec.explain(program).collectives:
+        if c.traffic == "parameter":
+            n, total = out.get((c.phase, c.primitive, c.group), (0, 0))
+            out[c.phase, c.primitive, c.group] = (n + 1, total + c.bytes)
+    return out
+
+
+def whole(program: Program, *names: str) -> tuple[int, int]:
+    """(count, bytes) of the named parameters (all, without names) as they are gathered: float32, padded."""
+    found = [s for s in program.params.values() if not s.buffer and (not names or any(n in s.name for n in names))]
+    n = program.mesh.size(program.mesh.role("fsdp"))
+    return len(found), sum(4 * n * prod(local_shape(s.shape, s.types, program.mesh)) for s in found)
+
+
+def test_closed_form_of_a_dense_and_a_moe_layer() -> None:
+    """Gathered once in the forward; again in the backward only weights that gradients need: the biases of linears and
+    experts need none, vectors and the tied head are kept.  Every gradient is reduce-scattered once."""
+    program = compiled(Shape(biased=True), (4, 1, 1, 1, 4))[-1][1]
+    again = [n + "weight" for n in NEEDED] + ["moe.gate_up", "moe.down"]
+    n, size = whole(program, *again)
+    biases = whole(program, "moe.gate_up_bias", "moe.down_bias")
+    assert traffic(program) == {
+        ("forward", "all_gather", "dp_edp"): whole(program),
+        ("backward", "reduce_scatter", "dp_edp"): whole(program),
+        ("backward", "all_gather", "dp_edp"): (n - biases[0], size - biases[1]),
+    }
+    others = [c for c in moec.explain(program).collectives if c.traffic == "activation"]
+    assert {c.primitive for c in others} == {"all_reduce"}  # of the loss and its count of labels
+    assert sum(c.bytes for c in others) < 64
+    kept = program.fork()
+    kept.facts.discard("reshard_after_forward")
+    assert traffic(kept) == {k: v for k, v in traffic(program).items() if k[:2] != ("backward", "all_gather")}
+
+
+def test_closed_form_with_copies() -> None:
+    """HSDP: half the ranks share, and the epilogue sums the shards over the copies: half of every parameter."""
+    program = compiled(Shape(), (4, 1, 1, 1, 2))[-1][1]
+    t = traffic(program)
+    count, size = whole(program)
+    assert t["forward", "all_gather", "dp_edp"] == t["backward", "reduce_scatter", "dp_edp"] == (count, size)
+    assert t["epilogue", "all_reduce", "dpr_edp"] == (1, size // 2)
+    assert len(t) == 4
+
+
+def test_closed_form_of_key_value_heads_that_tensor_parallelism_does_not_cut() -> None:
+    """Two key/value heads on four tp ranks are whole there: their shards' gradients are summed over tp besides."""
+    program = compiled(Shape(kv_heads=2), (2, 4, 1, 4, 2))[-1][1]
+    t = traffic(program)
+    assert t["forward", "all_gather", "dp_edp"] == t["backward", "reduce_scatter", "dp_edp"] == whole(program)
+    heads = whole(program, "attention.k.weight", "attention.v.weight", "q_norm")[1]
+    assert t["epilogue", "all_reduce", "tp_etp"] == (1, heads // 2)
 
 
 # ------------------------------------------------------------------------------------------------ plans

@@ -1,11 +1,22 @@
 """FSDP and HSDP on four gloo processes against one device: training, full tensors, optimizer bytes, checkpoints."""
 
+import tempfile
+from collections import Counter
+from functools import partial
+
 import grid
 import pytest
+import spmd
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import moec
+from moec import compiler
+from moec.runtime.ops import convert
+from moec.runtime.reshard import Resharding
+from moec.state import checkpointable
 
 pytestmark = pytest.mark.timeout(300)  # four processes compile on what may be two busy cores
 
@@ -77,3 +88,160 @@ def test_trains_like_one_device(gloo4, kind, plan):
     else:
         assert sum(held) * shares == whole * 4  # nothing is held twice but by copies
         assert max(held) <= whole / shares * 1.01
+
+
+# ------------------------------------------------------------------------------- memory, and what is communicated
+
+
+class Wire:
+    """What goes over the wire in all-gathers and reduce-scatters: (primitive, bytes) of each, and whether the whole
+    tensors that were gathered are still alive."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.whole: list[tuple[StorageWeakRef, int]] = []
+        for primitive in ("all_gather", "reduce_scatter"):
+            name = f"{primitive}_flat"
+            monkeypatch.setattr(convert, name, partial(self._call, primitive, getattr(convert, name)))
+
+    def _call(self, primitive, original, out, x, **kwargs):
+        self.calls.append((primitive, max(out.nbytes, x.nbytes)))
+        if primitive == "all_gather":
+            self.whole.append((StorageWeakRef(out.untyped_storage()), out.nbytes))
+        return original(out, x, **kwargs)
+
+    def alive(self) -> int:
+        return sum(n for ref, n in self.whole if not ref.expired())
+
+    def take(self) -> Counter:
+        calls, self.calls = Counter(self.calls), []
+        return calls
+
+
+def gathers_again(rank, world, degrees, reshard):
+    net, data = grid.build("plain"), grid.batch()
+    ref = grid.reference(net)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        model = grid.parallelize("plain", net, moec.Plan(**degrees, reshard_after_forward=reshard), data)
+        wire = Wire(monkeypatch)
+        mine = moec.shard_batch(data, model)
+        loss = model(**mine)["loss"]
+        alive = wire.alive()
+        explained = moec.explain(model)
+
+        def said(phase):
+            moving = ("all_gather", "reduce_scatter")
+            return Counter((c.primitive, c.bytes) for c in explained.collectives
+                           if c.phase == phase and c.primitive in moving)  # fmt: skip
+
+        assert wire.take() == said("forward")
+        most = []
+        original = Resharding._unpack
+
+        def watched(self, packed):
+            out = original(self, packed)
+            most.append(wire.alive())
+            return out
+
+        monkeypatch.setattr(Resharding, "_unpack", watched)
+        loss.backward(retain_graph=True)
+        assert wire.take() == said("backward")
+        first = moec.full_grads(model)
+        loss.backward()  # gathers again, in the same order, and adds the same
+        assert wire.take() == said("backward")
+        twice = moec.full_grads(model)
+        assert all(torch.equal(twice[n], 2 * g) for n, g in first.items())
+        ref(**data)["loss"].backward()
+        model.zero_grad()
+        # Two forwards before the first backward; each keeps its own account.
+        losses = [model(**mine)["loss"] for _ in range(2)]
+        assert wire.alive() == 2 * alive
+        wire.take()
+        for x in reversed(losses):
+            (x / 2).backward()
+        assert wire.take() == Counter({k: 2 * n for k, n in said("backward").items()})
+        assert grid.worst_grad(moec.full_grads(model), ref)[0] <= 1e-9
+        del loss, losses, x
+        with torch.no_grad():
+            model(**mine)
+        assert wire.alive() == 0
+        changed = ""
+        if reshard:
+            loss = model(**mine)["loss"]
+            with torch.no_grad():
+                next(p for n, p in model.named_parameters() if "gate" in n).add_(1.0)
+            try:
+                loss.backward()
+            except moec.MoecError as e:
+                changed = str(e)
+    whole = sum(c.bytes for c in explained.collectives if (c.phase, c.primitive) == ("forward", "all_gather"))
+    kept = net.get_parameter("head.weight").nbytes + sum(p.nbytes for p in net.parameters() if p.ndim < 2)
+    return alive, max(most, default=0), whole, kept, changed
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_gathered_parameters_are_not_kept_for_the_backward(gloo4, reshard):
+    results = gloo4.run(gathers_again, PLANS["fsdp"], reshard, timeout=280)
+    for alive, most, whole, kept, changed in results:
+        if reshard:
+            assert 0 < alive <= kept < whole / 8  # between forward and backward: what the backward needs at once
+            assert 0 < most - kept <= whole / 4  # in the backward: those of one op at a time
+            assert "was changed between forward and backward" in changed
+        else:
+            assert alive >= whole * 0.9  # all but the embedding, biases and the like
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+
+
+def spmd_model(plan, data):
+    """The transformer of the simulated tests on this plan; one capture in each process."""
+    shape = spmd.Shape(biased=True)
+    net = spmd.build(shape, 1).double()
+    original, compiler.capture = compiler.capture, lambda *_, **__: spmd.captured(shape).fork()
+    try:
+        return net, moec.parallelize(net, moec.Plan(**plan), example_kwargs=data)
+    finally:
+        compiler.capture = original
+
+
+def checkpoint(rank, world, folder, saved, loaded):
+    """A step under one plan, saved, loaded under another one: parameters and both moments of AdamW are the same."""
+    ids, labels = spmd.Batch(4, 6, 3, 4).tensors()
+    data = {"ids": ids, "labels": labels}
+
+    def step(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model(**moec.shard_batch(data, model))["loss"].backward()
+        optimizer.step()
+        return optimizer
+
+    net, one = spmd_model(saved, data)
+    ref = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    first = step(one)
+    net(**data)["loss"].backward()
+    assert grid.worst_grad(moec.full_grads(one), net)[0] <= 1e-6  # norms are float32 where the model says so
+    ref.step()
+    want = moec.full_state_dict(one)
+    moments = [first.state[p][k].full_tensor() for p in one.parameters() for k in ("exp_avg", "exp_avg_sq")]
+    dcp.save({"model": one.state_dict(), "opt": checkpointable(one, first.state_dict()["state"])}, checkpoint_id=folder)
+    _, two = spmd_model(loaded, data)
+    second = step(two)
+    into = {"model": two.state_dict(), "opt": checkpointable(two, second.state_dict()["state"])}
+    dcp.load(into, checkpoint_id=folder)
+    two.load_state_dict(into["model"])
+    got = moec.full_state_dict(two)
+    assert all(torch.equal(got[n], want[n]) for n in want)
+    found = [second.state[p][k].full_tensor() for p in two.parameters() for k in ("exp_avg", "exp_avg_sq")]
+    assert all(torch.equal(a, b) for a, b in zip(found, moments, strict=True))
+    return len({str(p.placements) for p in one.parameters()})
+
+
+UNEVEN = {"dp": 4, "fsdp": True}
+STRIDED = {"dp": 2, "tp": 2, "etp": 2, "fsdp": True}
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(UNEVEN, STRIDED), (STRIDED, UNEVEN), (STRIDED, {"dp": 4, "ep": 2})])
+def test_a_checkpoint_of_one_plan_loads_under_another(gloo4, saved, loaded):
+    with tempfile.TemporaryDirectory() as folder:
+        gloo4.run(checkpoint, folder, saved, loaded, timeout=280)
