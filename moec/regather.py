@@ -7,6 +7,7 @@ is looked at.  No data, no communication.
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -32,7 +33,7 @@ def saved_gathers(program: Program) -> dict[fx.Node, list[fx.Node]]:
         if start is not None and now is not None:
             saved_by[start] = now
 
-    env: dict[fx.Node, object] = {}
+    env: dict[fx.Node, Any] = {}
     with (
         mode,
         python_dispatcher(),
