@@ -9,6 +9,7 @@ are called alike are treated once.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,15 +20,20 @@ from torch import nn
 
 from moec.runtime import torch_compat
 
-from .body import Refused
 from .guide import Guide
 from .likeness import likeness
-from .locate import locate
-from .observe import observe
+from .locate import Located, locate
+from .observe import Tape, observe
 from .owners import Owner, candidates
 from .probe import ProbeReport, Recipe, probe, randomised
 from .shrink import narrow
 from .skeleton import replica
+from .steps import Refused
+
+LEVELS = 3
+"""How far above a module that holds experts the one that routes to them is looked for."""
+PROPOSALS = 16
+"""How many combinations that fit one observation are proved before the block is refused."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +65,44 @@ def find_blocks(
 ) -> Blocks:
     """``twin`` is the skeleton of ``model``; ``call()`` calls it with fake tensors.  ``without``: paths of modules that
     are not looked into."""
-    found = Blocks()
     outside = tuple(f"{path}." for path in without)
     owners = {o.path: o for o in candidates(model) if not f"{o.path}.".startswith(outside)}
-    if not owners:
-        return found
     known: dict[Any, Raised | str | None] = {}
+    for _ in range(LEVELS):
+        if not owners:
+            return Blocks()
+        found, error = _find(model, twin, call, owners, known, training)
+        others = {p: o for p, o in owners.items() if p in found.raised or p in found.refused}
+        lifted = _lifted([o for p, o in owners.items() if p not in others], {*others, *without})
+        if not lifted:
+            break
+        owners = {**others, **lifted}
+    # Something before or after the blocks may not run on fake tensors; export says what, better than we could.
+    if error is not None and not found.refused and not found.raised:
+        raise error
+    return found
+
+
+def _lifted(silent: list[Owner], others: set[str]) -> dict[str, Owner]:
+    """Owners that did not route (or were not reached), as seen from the modules that hold them and none of ``others``."""
+    parents = [p for o in silent if (p := o.seen_from_parent()) is not None]
+    counts = Counter(p.path for p in parents)
+    return {
+        p.path: p
+        for p in parents
+        if counts[p.path] == 1 and not any((o + ".").startswith(p.path + "." if p.path else "") for o in others)
+    }
+
+
+def _find(
+    model: nn.Module,
+    twin: nn.Module,
+    call: Callable[[], Any],
+    owners: dict[str, Owner],
+    known: dict[Any, Raised | str | None],
+    training: bool,
+) -> tuple[Blocks, Exception | None]:
+    found = Blocks()
 
     def wrap(owner: Owner) -> Callable:
         module, original = twin.get_submodule(owner.path), model.get_submodule(owner.path)
@@ -76,7 +114,7 @@ def find_blocks(
             with torch_compat.without_modes():
                 key = (likeness(original), tuple(owner.roles), owner.num_experts, _shape_key(recipe))
                 if key not in known:
-                    known[key] = _prepare(owner, original, recipe, training)
+                    known[key] = prepare(owner, original, recipe, training)
             verdict = known[key]
             if isinstance(verdict, Raised):
                 raised, guide = verdict, replace(verdict.guide, owner=owner)
@@ -97,11 +135,9 @@ def find_blocks(
     with forwards_replaced(twin, {path: wrap(o) for path, o in owners.items()}):
         try:
             call()
-        except (RuntimeError, ValueError, TypeError, NotImplementedError):
-            # Something before or after the blocks does not run on fake tensors; export says what, better than we could.
-            if not found.refused and not found.raised:
-                raise
-    return found
+        except (RuntimeError, ValueError, TypeError, NotImplementedError) as e:
+            return found, e
+    return found, None
 
 
 @contextmanager
@@ -131,7 +167,7 @@ def _guided(module: nn.Module, guide: Guide) -> Callable:
     return wrapper
 
 
-def _prepare(owner: Owner, module: nn.Module, recipe: Recipe, training: bool) -> Raised | str | None:
+def prepare(owner: Owner, module: nn.Module, recipe: Recipe, training: bool) -> Raised | str | None:
     """A proved guide; or why there is none; or None if the module is no MoE block at all."""
     g = torch.Generator().manual_seed(0)
     experts = owner.num_experts
@@ -149,19 +185,32 @@ def _prepare(owner: Owner, module: nn.Module, recipe: Recipe, training: bool) ->
             args, kwargs = recipe.make(sizes, experts, g)
             tape = observe(real, args, kwargs, owner.path)
             try:
-                found = locate(tape, owner, real)
-                break
+                return _first_proved(locate(tape, owner, real), owner, tape, bare, recipe, training, factor)
             except Refused as e:
                 if "were reached" not in str(e) or attempt == 3 or not symbols:
                     raise
                 sizes = {s: n * 3 if i == len(symbols[:2]) - 1 else n for i, (s, n) in enumerate(sizes.items())}
-        guide = Guide(owner, tape, found)
-        report = replace(probe(guide, bare, recipe, training=training), factor=factor)
-        return Raised(replace(guide, factor=factor), recipe, report, bare, training)
+        raise AssertionError("unreachable")
     except Refused as e:
         return str(e)
     except (RuntimeError, ValueError, TypeError, IndexError) as e:
         return f"it does not run on fabricated inputs: {type(e).__name__}: {e}"
+
+
+def _first_proved(
+    proposals: Iterator[Located], owner: Owner, tape: Tape, bare: nn.Module, recipe: Recipe, training: bool, factor: int
+) -> Raised:
+    """Several combinations may fit one observation (ids and masks, say); the probe tells them apart."""
+    refusal: Refused | None = None
+    for found, _ in zip(proposals, range(PROPOSALS), strict=False):
+        guide = Guide(owner, tape, found)
+        try:
+            report = replace(probe(guide, bare, recipe, training=training), factor=factor)
+            return Raised(replace(guide, factor=factor), recipe, report, bare, training)
+        except Refused as e:
+            refusal = refusal or e
+    assert refusal is not None
+    raise refusal
 
 
 def _shape_key(recipe: Recipe) -> tuple:

@@ -1,166 +1,285 @@
-"""Body: what one expert computes, as a list of steps cut out of a tape.
+"""Body: what one expert computes, as steps cut out of a tape.
 
-A body starts from rows (one token a row) and uses the parameters of one expert.  It can be replayed
+A body starts from rows (one token a row) and uses the parameters of one expert (or, written for all experts at once, of
+each row's expert).  ``Body.grouped`` replays it on rows sorted by expert, with all experts' stacked parameters.
 
-* ``for_expert``: with the parameters of any expert, on plain tensors (to compare numbers);
-* ``grouped``: with all experts' stacked parameters at once, on rows sorted by expert: products with a parameter become
-  ``moec::grouped_mm``, sums with a bias ``moec::grouped_add``; every other step stays what it is.
+``bodies`` proposes them:
+
+1. Starts: the rows of the first use of a parameter, or what these were made from, a few steps back.
+2. From a start forward, every step whose operands are known joins: steps on parameters alone (``params``), steps where
+   rows meet parameters (``meets``), steps on rows alone.  One value from outside may take part: one number a row (the
+   *scale*: a routing weight applied inside).
+3. Ends: values that depend on a parameter, the last ones first, bodies without a scale before those with one.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from .observe import Call
-from .owners import walk
+from .axes import Layout, follow, rows_of, spread
+from .meets import Contraction, FeatureWise, contraction, feature_wise
+from .observe import Call, Tape
+from .params import ExpertValues, Reshaped, reshaped
+from .steps import Env, function_name, record, substitute
 
-_TURNS = frozenset({"t", "T", "mT", "transpose", "swapaxes", "swapdims"})
-_SAME = frozenset({"to", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone"})
-_PRODUCTS = frozenset({"matmul", "mm", "__matmul__"})
-_SUMS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__"})
-
-
-class Refused(Exception):
-    """The block cannot be raised; the message says why."""
+STEPS_BACK, ENDS = 5, 8
+_SEGMENTED = ("grouped_mm", "_grouped_mm")
 
 
-def function_name(func: Callable) -> str:
-    name = getattr(func, "__name__", str(func))
-    if name == "__get__":  # a property of Tensor: its descriptor knows the name
-        return getattr(getattr(func, "__self__", None), "__name__", name)
-    return name
+@dataclass(frozen=True)
+class Relaid:
+    """The same rows in another shape."""
+
+    call: Call
+    source: int
+    feature: int
+    targets: tuple[tuple[int, Layout], ...]
+
+    def apply(self, env: Env, counts_E: Tensor) -> None:
+        rows_NF = rows_of(env[self.source], self.feature)
+        for v, layout in self.targets:
+            env[v] = spread(rows_NF, layout)
+
+
+@dataclass(frozen=True)
+class OnRows:
+    """A step on rows alone, and perhaps the scale."""
+
+    call: Call
+    rows: dict[int, Layout]
+    scale: int | None
+
+    def apply(self, env: Env, counts_E: Tensor) -> None:
+        local: Env = dict(env)
+        rank = max(layout.rank for layout in self.rows.values())
+        if len(self.rows) > 1 or self.scale is not None:
+            for v, layout in self.rows.items():
+                local[v] = spread(rows_of(env[v], layout.feature), layout.aligned(rank))
+                common = layout.aligned(rank)
+            if self.scale is not None:
+                local[self.scale] = spread(env[self.scale], common)
+        args, kwargs = substitute(self.call, local, next(iter(env.values())).device)
+        record(self.call, self.call.func(*args, **kwargs), env)
+
+
+Step = Contraction | FeatureWise | Reshaped | Relaid | OnRows
 
 
 @dataclass(frozen=True)
 class Body:
     rows: int
-    """Value of the rows that it starts from."""
+    """Value of the rows that it starts from, and their layout."""
+    layout: Layout
     out: int
-    steps: tuple[Call, ...]
+    out_layout: Layout
+    steps: tuple[Step, ...]
     params: dict[int, str]
-    """Value of a parameter of the template's expert -> role."""
-    from_params: frozenset[int]
-    """Values made of parameters only (transposed, cast)."""
+    """Value that is a parameter -> role."""
+    scale: int | None
+    """Value of one number a row that takes part."""
 
-    def for_expert(self, rows: Tensor, param: Callable[[str], Tensor]) -> Tensor:
-        env: dict[int, Any] = {v: param(role) for v, role in self.params.items()}
-        env[self.rows] = rows.clone()
+    def grouped(
+        self, rows_NH: Tensor, counts_E: Tensor, stack: Callable[[str], Tensor], scale_N1: Tensor | None = None
+    ) -> Tensor:
+        """``[N, M]`` of rows that lie in order of experts; ``stack(role)`` gives ``[E, …]``."""
+        env: Env = {v: stack(role) for v, role in self.params.items()}
+        env[self.rows] = spread(rows_NH, self.layout)
+        if self.scale is not None:
+            env[self.scale] = scale_N1
         for step in self.steps:
-            run(step, env, rows.device)
-        return env[self.out]
+            step.apply(env, counts_E)
+        return rows_of(env[self.out], self.out_layout.feature)
 
-    def grouped(self, rows: Tensor, counts: Tensor, stack: Callable[[str], Tensor]) -> Tensor:
-        env: dict[int, Any] = {v: stack(role) for v, role in self.params.items()}
-        env[self.rows] = rows
-        for step in self.steps:
-            if any(r in self.from_params for r in step.reads):
-                self._grouped_step(step, env, counts, rows.device)
-            else:
-                run(step, env, rows.device)
-        return env[self.out]
+    def widened(self, own: Callable[[Call], Call], factor: int) -> Body:
+        """The body of a module that is ``factor`` times as wide; ``own(call)`` is a call as that module makes it."""
 
-    def _grouped_step(self, step: Call, env: dict[int, Any], counts: Tensor, device: torch.device) -> None:
-        args, kwargs = substitute(step, env, device)
-        name = function_name(step.func)
-        is_param = [r in self.from_params for r in step.reads]
-        if all(is_param):
-            result = _stacked(name, step, args, kwargs)
-        else:
-            result = _use(name, step, args, kwargs, is_param, counts)
-        record(step, result, env)
+        def one(step: Step) -> Step:
+            if isinstance(step, (FeatureWise, OnRows)):
+                return replace(step, call=own(step.call))
+            return step.widened(factor) if isinstance(step, Reshaped) else step
+
+        return replace(self, steps=tuple(map(one, self.steps)))
 
 
-def _stacked(name: str, step: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """A step on parameters alone, done for all experts at once."""
-    if name in _TURNS and args[0].dim() == 3:
-        return args[0].transpose(-2, -1)
-    if name in _SAME:
-        return step.func(*args, **kwargs)
-    if name in ("chunk", "split"):
-        dim = kwargs.pop("dim", args[2] if len(args) > 2 else 0)
-        return step.func(*args[:2], dim=dim + 1 if dim >= 0 else dim, **kwargs)
-    if name == "__getitem__" and _slices(args[1]):
-        key = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return args[0][(slice(None), *key)]
-    raise Refused(f"an expert parameter goes through {name}, which has no form for all experts at once")
+def bodies(tape: Tape, values: ExpertValues, of_experts: set[int]) -> Iterator[Body]:
+    call, expert = values.uses[0] if values.uses else (values.whole_uses[0], None)
+    mine = values.mine(expert)
+    found = [grown for start in _starts(tape, call, mine) if (grown := _grow(tape, *start, values, mine)) is not None]
+    for scaled in (False, True):
+        for grown in found:
+            yield from grown.bodies(tape, of_experts, scaled)
 
 
-def _slices(key: Any) -> bool:
-    return all(isinstance(k, slice) for k in (key if isinstance(key, tuple) else (key,)))
+# 1 ------------------------------------------------------------------------------------------------------------------
 
 
-def _use(
-    name: str, step: Call, args: tuple, kwargs: dict[str, Any], is_param: Sequence[bool], counts: Tensor
-) -> Tensor:
-    """A step that takes rows and stacked parameters."""
-    ops = torch.ops.moec
-    operands = list(walk((args, kwargs)))
-    if step.func is F.linear and not is_param[0] and is_param[1]:
-        y = ops.grouped_mm(operands[0], operands[1].transpose(-2, -1), counts)
-        if len(operands) == 3:
-            if not is_param[2]:
-                raise Refused("linear has a bias that is no parameter of the expert")
-            y = ops.grouped_add(y, operands[2], counts)
-        return y
-    if name in _PRODUCTS and is_param == [False, True] and operands[1].dim() == 3:
-        return ops.grouped_mm(operands[0], operands[1], counts)
-    if name == "addmm" and is_param == [True, False, True] and not kwargs:
-        return ops.grouped_add(ops.grouped_mm(operands[1], operands[2], counts), operands[0], counts)
-    if name in _SUMS and len(operands) == 2 and not kwargs:
-        rows, bias = operands if is_param[1] else operands[::-1]
-        if bias.dim() == 2:
-            return ops.grouped_add(rows, bias, counts)
-    if name == "einsum" and is_param == [False, True]:
-        return _einsum(args[0], operands[0], operands[1], counts)
-    raise Refused(f"rows and an expert parameter meet in {name}, which has no grouped form")
+def _starts(tape: Tape, call: Call, mine: frozenset[int]) -> Iterator[tuple[int, int]]:
+    """(value, axis of its features)"""
+    start: int | None = next((v for v in call.reads if v not in mine), None)
+    if start is None or tape.values[start] is None:
+        return
+    size = None
+    for _ in range(STEPS_BACK + 1):
+        if start is None:
+            return
+        shape = _shape(tape, start)
+        axes = [a for a in reversed(range(len(shape))) if size is None or shape[a] == size]
+        if size is None and len(shape) > 1:
+            # Of the first use itself, the contracted axis: the last one, or the last but one (``w @ x[…, None]``).
+            axes = [a for a in axes if shape[a] > 1]
+            size = shape[axes[0]] if axes else 1
+        for axis in axes:
+            yield start, axis
+        start = _previous(tape, start, size)
 
 
-def _einsum(equation: str, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """``th,hm->tm`` or ``th,mh->tm``, whatever the letters."""
-    left, _, out = equation.replace(" ", "").partition("->")
-    x, _, w = left.partition(",")
-    if len(x) == 2 and len(w) == 2 and len(out) == 2 and out[0] == x[0]:
-        if w == x[1] + out[1]:
-            return torch.ops.moec.grouped_mm(rows, weight, counts)
-        if w == out[1] + x[1]:
-            return torch.ops.moec.grouped_mm(rows, weight.transpose(-2, -1), counts)
-    raise Refused(f"einsum {equation!r} over an expert parameter has no grouped form")
+def _previous(tape: Tape, v: int, size: int | None) -> int | None:
+    """What these rows were made from, one step back."""
+    if tape.maker[v] < 0:
+        return None
+    call = tape.calls[tape.maker[v]]
+    reads = (*call.reads, *(old for old, _ in call.overwrites))
+    return next((r for r in reads if size in _shape(tape, r) and _is_float(tape, r)), None)
 
 
-def substitute(step: Call, env: dict[int, Any], device: torch.device | None = None) -> tuple[tuple, dict[str, Any]]:
-    """The step's arguments with the tensors (and the device) of ``env`` in place of the recorded ones."""
-    reads = iter(step.reads)
-
-    def swap(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return env[next(reads)]
-        return device if isinstance(x, torch.device) and device is not None else x
-
-    leaves, spec = pytree.tree_flatten((step.args, step.kwargs))
-    return pytree.tree_unflatten([swap(x) for x in leaves], spec)
+def _shape(tape: Tape, v: int) -> tuple[int, ...]:
+    t = tape.values[v]
+    return tuple(t.shape) if t is not None else ()
 
 
-def run(step: Call, env: dict[int, Any], device: torch.device | None = None) -> None:
-    args, kwargs = substitute(step, env, device)
-    record(step, step.func(*args, **kwargs), env)
+def _is_float(tape: Tape, v: int) -> bool:
+    t = tape.values[v]
+    return t is not None and t.is_floating_point()
 
 
-def record(step: Call, result: Any, env: dict[int, Any]) -> None:
-    for old, new in step.overwrites:
-        if old in env:
-            env[new] = env[old]
-    for v, t in zip(step.makes, walk(result), strict=True):
-        env[v] = t
+# 2 ------------------------------------------------------------------------------------------------------------------
 
 
-def same_function(a: Callable, b: Callable) -> bool:
-    """Method wrappers of properties are made anew at every access; equality sees through that."""
-    return a is b or operator.eq(a, b)
+@dataclass
+class _Grown:
+    start: int
+    axis: int
+    roles: dict[int, str]
+    layouts: dict[int, Layout]
+    features: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+
+    # 3
+    def bodies(self, tape: Tape, of_experts: set[int], scaled: bool) -> Iterator[Body]:
+        ends = sorted((v for v in self.layouts if v in of_experts and tape.values[v] is not None), reverse=True)
+        seen = 0
+        for out in ends:
+            needed, kept = {out}, []
+            for step in reversed(self.steps):
+                call_makes, call_reads = _interface(step)
+                if any(v in needed for v in call_makes):
+                    kept.append(step)
+                    needed.update(call_reads)
+            scales = {s.scale for s in kept if isinstance(s, OnRows) and s.scale is not None}
+            if len(scales) > 1 or bool(scales) != scaled or self.start not in needed:
+                continue
+            params = {v: r for v, r in self.roles.items() if v in needed}
+            yield Body(
+                self.start,
+                self.layouts[self.start],
+                out,
+                self.layouts[out],
+                tuple(reversed(kept)),
+                params,
+                next(iter(scales), None),
+            )
+            seen += 1
+            if seen == ENDS:
+                return
+
+
+def _interface(step: Step) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What a step makes and reads."""
+    if isinstance(step, Contraction):
+        return (step.target,), (step.rows, step.weight, *(() if step.bias is None else (step.bias,)))
+    call = step.call
+    return (*call.makes, *(new for _, new in call.overwrites)), (*call.reads, *(old for old, _ in call.overwrites))
+
+
+def _grow(tape: Tape, start: int, axis: int, values: ExpertValues, mine: frozenset[int]) -> _Grown | None:
+    grown = _Grown(start, axis, {}, {start: Layout(len(_shape(tape, start)), axis)})
+    for v, role in values.roles.items():
+        if v in mine:
+            rank = len(_shape(tape, v))
+            grown.roles[v] = role
+            grown.features[v] = tuple(range(1 if v in values.whole else 0, rank))
+    after = tape.maker[start]
+    for call in tape.calls:
+        if not call.makes or not call.reads or all(v in grown.roles for v in call.makes):
+            continue
+        try:
+            if all(v in mine for v in call.makes):
+                step, features = reshaped(tape, call, grown.features)
+                grown.steps.append(step)
+                grown.features.update(features)
+            elif call.index > after:
+                _join(tape, call, grown, mine)
+        except Exception:  # not a step of the body, or one that cannot be replayed
+            continue
+    return grown if len(grown.layouts) > 1 else None
+
+
+def _join(tape: Tape, call: Call, grown: _Grown, mine: frozenset[int]) -> None:
+    rows = {v: grown.layouts[v] for v in call.reads if v in grown.layouts}
+    params = {v: grown.features[v] for v in call.reads if v in grown.features}
+    outside = [v for v in dict.fromkeys(call.reads) if v not in rows and v not in params]
+    if not rows or any(v in mine and v not in params for v in call.reads):
+        return
+    if params:
+        if outside and function_name(call.func) not in _SEGMENTED:
+            return
+        found = contraction(tape, call, params)
+        if found is None:
+            by_feature = feature_wise(tape, call, rows, params)
+            grown.layouts.update(dict(by_feature.targets))
+            grown.steps.append(by_feature)
+        elif grown.layouts[found.rows].feature == found.rows_axis:
+            grown.layouts[found.target] = found.layout
+            grown.steps.append(found)
+        return
+    if len(outside) > 1 or (outside and not _one_a_row(tape, outside[0], rows)):
+        return
+    followed = follow(tape, call, {v: layout.feature for v, layout in rows.items()}, outside)
+    targets = []
+    for v, f in zip(call.makes, followed, strict=True):
+        made = _shape(tape, v)
+        a = f.axis
+        if a is None:  # the same everywhere (zeros_like), or it cannot be told: then an equal shape has equal axes
+            a = next((la.feature for u, la in rows.items() if _shape(tape, u) == made), None)
+        if a is not None:
+            targets.append((v, Layout(len(made), a)))
+    grown.layouts.update(targets)
+    if not targets:
+        return
+    same = not outside and not call.overwrites and len(rows) == 1 and all(f.whole for f in followed)
+    if same and all(_dtype(tape, v) == _dtype(tape, call.reads[0]) for v in call.makes):
+        ((source, layout),) = rows.items()
+        grown.steps.append(Relaid(call, source, layout.feature, tuple(targets)))
+    else:
+        grown.steps.append(OnRows(call, rows, outside[0] if outside else None))
+
+
+def _dtype(tape: Tape, v: int) -> Any:
+    t = tape.values[v]
+    return None if t is None else t.dtype
+
+
+def _one_a_row(tape: Tape, v: int, rows: dict[int, Layout]) -> bool:
+    """Does ``v`` broadcast along the features and have one number for every row?"""
+    rank = max(layout.rank for layout in rows.values())
+    shape = _shape(tape, v)
+    for u, layout in rows.items():
+        if layout.rank == rank and len(shape) == rank and shape[layout.feature] == 1:
+            lead = [n for a, n in enumerate(_shape(tape, u)) if a != layout.feature]
+            return _is_float(tape, v) and prod(shape) == prod(lead)
+    return False

@@ -208,7 +208,7 @@ def _refuse_recorded(constant: Tensor, blocks: Blocks) -> None:
     outside in a way that capture does not see (a list, a closure) would freeze them."""
     for path, r in blocks.raised.items():
         tape = r.guide.tape
-        for v in r.guide.found.tainted | r.guide.found.outs:
+        for v in r.guide.found.region.tainted | r.guide.found.outs:
             t = tape.values[v]
             if t is not None and t.numel() and t.untyped_storage().data_ptr() == constant.untyped_storage().data_ptr():
                 raise MoecError(

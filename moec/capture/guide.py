@@ -26,11 +26,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from .body import Body, Refused, function_name, record, same_function
+from .body import Body
 from .locate import Located
-from .observe import Call, Tape, asks_device
+from .observe import Call, Tape, off_tape
 from .owners import Owner, walk
 from .shrink import constants_agree
+from .steps import Refused, function_name, record, same_function
+from .weights import chosen, combined
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,10 @@ class _Replay(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if asks_device(func):
+        if off_tape(func):
             return func(*args, **kwargs)
         call = self._aligned(func)
-        if call.index in self.found.region:  # 2
+        if call.index in self.found.region.calls:  # 2
             self.skipped[call.index] = (args, kwargs)
             if not self._like_twin(call, args, kwargs):
                 raise Refused(f"at its own width {call.name} is given other constants than in the narrow twin")
@@ -105,7 +107,7 @@ class _Replay(TorchFunctionMode):
         """What stands for value ``v`` now, ``given`` being what Python holds of it."""
         if v in self.live:
             return self.live[v]
-        if v in self.found.tainted or v in self.found.outs:
+        if v in self.found.region.tainted or v in self.found.outs:
             return self._materialise(v)
         return given
 
@@ -123,17 +125,20 @@ class _Replay(TorchFunctionMode):
     # 3 --------------------------------------------------------------------------------------------------------------
 
     def _emit(self) -> None:
-        found, ops = self.found, torch.ops.moec
-        x, ids, w = (self.live_value(v) for v in (found.x, found.ids, found.weights))
+        found, experts = self.found, self.owner.num_experts
+        x, w = self.live_value(found.x), self.live_value(found.weights.value)
         x_TH = x.reshape(-1, x.shape[-1])
-        ids_TK = ids.reshape(-1, found.top_k).long()
-        if found.dense_weights:
-            w_TK = w.reshape(-1, self.owner.num_experts).gather(1, ids_TK)
+        if found.ids is None:
+            w_TK = found.weights.dense(w, experts)
+            ids_TK = chosen(w_TK)
         else:
-            w_TK = w.reshape(-1, found.top_k)
-        rows, counts, row_of = ops.permute(x_TH, ids_TK, self.owner.num_experts)
-        y = self._body().grouped(rows, counts, lambda role: self.owner.stack(role, self.module))
-        out_TM = ops.unpermute(y, w_TK, row_of)
+            ids_TK = self.live_value(found.ids).reshape(-1, found.top_k).long()
+            w_TK = found.weights.per_pair(w, ids_TK, experts)
+        out_TM = combined(
+            found.how, self._body(), x_TH, ids_TK, w_TK, experts, lambda role: self.owner.stack(role, self.module)
+        )
+        if found.base is not None:
+            out_TM = self.live_value(found.base).reshape(-1, out_TM.shape[1]) + out_TM
         for v in found.outs:
             out = out_TM.reshape(self._shape(v, out_TM))
             if self._dtype(v) != out.dtype:
@@ -146,7 +151,7 @@ class _Replay(TorchFunctionMode):
     def _body(self) -> Body:
         """The expert's body, with the constants of the module itself."""
         body = self.found.body
-        return body if self.factor == 1 else replace(body, steps=tuple(map(self._own, body.steps)))
+        return body if self.factor == 1 else body.widened(self._own, self.factor)
 
     def _own(self, step: Call) -> Call:
         given = self.skipped.get(step.index)
@@ -178,7 +183,7 @@ class _Replay(TorchFunctionMode):
     def _dtype(self, v: int) -> torch.dtype:
         """The recorded dtype in terms of what is there now: that of tokens, weights or parameters."""
         recorded = self.tape.held(v).dtype
-        for u in (self.found.x, self.found.weights):
+        for u in (self.found.x, self.found.weights.value):
             if self.tape.held(u).dtype == recorded:
                 return self.live[u].dtype
         return recorded
@@ -189,7 +194,7 @@ class _Replay(TorchFunctionMode):
         if v in self.live:
             return self.live[v]
         call = self.tape.calls[self.tape.maker[v]] if self.tape.maker[v] >= 0 else None
-        if call is None or call.index not in self.skipped or v in self.found.of_experts:
+        if call is None or call.index not in self.skipped or v in self.found.region.of_experts:
             raise Refused("a value from inside the expert loop is used outside of it")
         args, kwargs = self._present(call, *self.skipped[call.index])
         if call.overwrites:

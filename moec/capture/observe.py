@@ -121,7 +121,7 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if asks_device(func):
+        if off_tape(func):
             return func(*args, **kwargs)
         refuse_randomness(func, args, kwargs, self.where)
         tape, index = self.tape, len(self.tape.calls)
@@ -149,9 +149,10 @@ class _Recorder(TorchFunctionMode):
         return result
 
 
-def asks_device(func: Callable) -> bool:
-    """``x.device``: not on the tape, because fake tensors answer it without saying so to a mode."""
-    return getattr(func, "__self__", None) is Tensor.device
+def off_tape(func: Callable) -> bool:
+    """``x.device``, because fake tensors answer it without saying so to a mode; arithmetic with sizes (``sym_float``),
+    which only symbolic ones do."""
+    return getattr(func, "__self__", None) is Tensor.device or getattr(func, "__name__", "").startswith("sym_")
 
 
 def _writes(func: Callable, kwargs: dict[str, Any]) -> bool:

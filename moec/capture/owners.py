@@ -3,8 +3,9 @@
 1. ``candidates`` looks at structure only.  An owner has direct children lists (``ModuleList``, ``ModuleDict``,
    ``ParameterList``) of E >= 2 isomorphic members that hold no such list themselves, or direct 3-D parameters
    ``[E, …]``.
-2. ``Owner.routes`` looks at the first things that its forward does, on the meta device: a block picks experts (top-k or
-   the like) before it calls one, or is given ids and weights of one shape.  A stack of layers does neither.
+2. ``Owner.routes`` looks at what its forward does, on the meta device: a block picks experts (top-k or the like), or
+   is given ids and weights of one shape.  A stack of layers does neither.
+3. ``seen_from_parent``: experts whose owner does not route may be routed to by the module that holds the owner.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ class Owner:
         return torch.stack([module.get_parameter(n) for n in names])
 
     def routes(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Does ``module`` (on the meta device, called with meta tensors) pick experts before it uses one?"""
+        """Does ``module`` (on the meta device, called with meta tensors) pick experts, or is it told which?"""
         if _routed_arguments(pytree.tree_leaves((args, kwargs))):
             return True
-        hooks = []
+        scout, hooks = _Scout(self, module), []
         if not self.stacked:
             for child in {n.rsplit(".", 1)[0] for names in self.roles.values() for n in names}:
-                hooks.append(module.get_submodule(child).register_forward_pre_hook(_expert_called))
+                hooks.append(module.get_submodule(child).register_forward_pre_hook(scout.expert_called))
         try:
-            with _Scout({id(module.get_parameter(n)) for names in self.roles.values() for n in names}):
+            with scout:
                 module(*args, **copy.copy(kwargs))
         except _Decided as verdict:
             return verdict.routes
@@ -61,6 +62,14 @@ class Owner:
             for h in hooks:
                 h.remove()
         return False
+
+    def seen_from_parent(self) -> Owner | None:
+        """The same experts as belonging to the module one level up, which may be the one that routes to them."""
+        if not self.path:
+            return None
+        parent, _, name = self.path.rpartition(".")
+        roles = {f"{name}.{r}": tuple(f"{name}.{n}" for n in names) for r, names in self.roles.items()}
+        return Owner(parent, self.num_experts, roles, self.stacked)
 
 
 def _routed_arguments(leaves: list[Any]) -> bool:
@@ -74,27 +83,34 @@ class _Decided(BaseException):
         self.routes = routes
 
 
-def _expert_called(*_: Any) -> None:
-    raise _Decided(False)
-
-
 class _Scout(TorchFunctionMode):
-    def __init__(self, experts: set[int]) -> None:
+    def __init__(self, owner: Owner, module: nn.Module) -> None:
         super().__init__()
-        self.experts = experts
+        self.num_experts = owner.num_experts
+        self.experts = {id(module.get_parameter(n)) for names in owner.roles.values() for n in names}
+        self.rows: Any = None
+        self.used = False
+
+    def expert_called(self, _: nn.Module, args: tuple) -> None:
+        """All experts on the same tokens, before one is picked, is a dense block; else it is a stack of layers."""
+        if self.used and (not args or args[0] is not self.rows):
+            raise _Decided(False)
+        self.used, self.rows = True, args[0] if args else None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
         operands = pytree.tree_leaves((args, kwargs))
         tensors = [x for x in operands if isinstance(x, Tensor)]
-        if name in PICKS and tensors and tensors[0].is_floating_point() and len(operands) > 1:
+        if (
+            getattr(func, "__name__", "") in PICKS
+            and tensors
+            and tensors[0].is_floating_point()
+            and len(operands) > 1
+            and (not self.used or tensors[0].shape[-1:] == (self.num_experts,))
+        ):
             raise _Decided(True)
-        out = func(*args, **kwargs)
-        produces = any(isinstance(x, Tensor) for x in pytree.tree_leaves(out))
-        if produces and any(id(t) in self.experts and t.dim() == 3 for t in tensors):
-            raise _Decided(False)  # computes with an expert already
-        return out
+        self.used = self.used or any(id(t) in self.experts and t.dim() == 3 for t in tensors)
+        return func(*args, **kwargs)
 
 
 def candidates(model: nn.Module) -> list[Owner]:
@@ -118,7 +134,7 @@ def _holds_another(owner: Owner, path: str, found: dict[str, Owner]) -> bool:
 def _stacked_owner(path: str, module: nn.Module) -> Owner | None:
     if type(module).__module__.startswith("torch.nn"):
         return None  # Conv1d and Bilinear have 3-D weights
-    params = {n: p for n, p in module._parameters.items() if p is not None and p.dim() >= 2}
+    params = {n: p for n, p in module._parameters.items() if p is not None and p.dim() >= 1}
     sizes = [p.shape[0] for p in params.values() if p.dim() == 3]
     if not sizes or len(set(sizes)) > 1 or sizes[0] < 2:
         return None

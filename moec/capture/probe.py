@@ -2,7 +2,8 @@
 
 Both run eagerly in float64 on the same random parameters and inputs: the module itself, and the guided forward with the
 canonical operations.  Outputs and the gradients of every input and parameter must agree to 1e-9 (relative to the
-largest entry).  The cases: other sizes, one token, routing so skewed that experts go empty, large negative activations.
+largest entry).  The cases: other sizes, one token, routing so skewed that experts go empty, scores that tie, large
+negative activations.
 
 ``fabricate`` makes the inputs: the shapes are those seen in the fake forward, sizes being expressions of symbols.
 """
@@ -21,12 +22,14 @@ from torch.utils import _pytree as pytree
 
 from moec.runtime.torch_compat import expr
 
-from .body import Refused
 from .guide import Guide
 from .owners import Owner, walk
 from .skeleton import replica
+from .steps import Refused
 
 TOLERANCE = 1e-9
+TIES = {"ties": True}
+"""A style: all that is no expert's parameter is zero, so that the router scores all experts alike."""
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS = frozenset({"float", "half", "bfloat16"})
 
@@ -156,7 +159,10 @@ def probe(guide: Guide, module: nn.Module, recipe: Recipe, *, training: bool) ->
     first_error = None
     for sizes, style in _cases(recipe, guide.owner):
         twin = randomised(module, g, training=training, promote=True, grad=True)
-        args, kwargs = recipe.make(sizes, guide.owner.num_experts, g, promote=True, **style)
+        if style is TIES:
+            _prefer_nothing(twin, guide)
+        inputs: dict[str, Any] = {} if style is TIES else style
+        args, kwargs = recipe.make(sizes, guide.owner.num_experts, g, promote=True, **inputs)
         leaves = [t.requires_grad_() if t.is_floating_point() else t for t in walk((args, kwargs))]
         try:
             with Promote():
@@ -164,6 +170,8 @@ def probe(guide: Guide, module: nn.Module, recipe: Recipe, *, training: bool) ->
         except Exception as e:  # the module itself cannot do this (a single token, say): nothing to compare with
             first_error = first_error or f"{type(e).__name__}: {e}"
             continue
+        if style is TIES and not all(t is None or bool(t.isfinite().all()) for t in want[1]):
+            continue  # weights that are divided by their sum, which is zero
         try:
             with Promote():
                 got = _outputs_and_grads(twin, _raised(guide, twin), args, kwargs, leaves)
@@ -188,6 +196,13 @@ def _raised(guide: Guide, twin: nn.Module) -> Callable:
     return lambda *args, **kwargs: guide.forward(twin, twin.forward, args, kwargs)
 
 
+def _prefer_nothing(twin: nn.Module, guide: Guide) -> None:
+    experts = {n for role in guide.found.body.params.values() for n in guide.owner.roles[role]}
+    for name, p in twin.named_parameters():
+        if name not in experts:
+            p.detach().zero_()
+
+
 def _say(sizes: dict, style: dict) -> str:
     return f"sizes {[int(s) for s in sizes.values()]}" + (f" with {style}" if style else "")
 
@@ -202,6 +217,7 @@ def _cases(recipe: Recipe, owner: Owner) -> list[tuple[dict[sympy.Symbol, int], 
         (large, {}),
         (one, {}),
         (small, {"skew": True}),
+        (small, TIES),
         (small, {"scale": 20.0, "shift": -5.0}),
     ]
 

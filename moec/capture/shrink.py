@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .body import Refused
 from .owners import Owner
 from .skeleton import replica
+from .steps import Refused
 
 LARGE = 1 << 26
 """Parameters of a block beyond which it is shrunk: in float64, with gradients, 2 GB."""

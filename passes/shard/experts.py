@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from moec.placement import P, R, S, Type, Types, V
+from moec.placement import I, P, R, S, Type, Types, V
 from moec.runtime.errors import MoecError
 from moec.runtime.torch_compat import WAIT
 
@@ -151,7 +151,7 @@ class Experts:
         region = self.regions[row_of]
         etp = self.mesh.role("etp")
         for a, t in rows.meta["types"].items():
-            if t.kind == "V" or (a in etp and t.kind in "RP"):
+            if t.kind == "V" or (a in etp and t.kind in "RPI"):
                 continue
             raise MoecError(
                 f"expert rows arrive at the combine with type {t} on {a}",
@@ -160,8 +160,10 @@ class Experts:
             )
         if region.recv_RE is not None:
             rows = self._return(rows, region)
-        weights = self._deal(weights, region, 0)
         types: Types = {a: region.dealt[a] if t.kind == "V" else t for a, t in rows.meta["types"].items()}
+        # Rows that were summed over etp within the body are invariant there; then so must be what they are weighted by.
+        region.dealt = {a: t if t == I else region.dealt[a] for a, t in types.items()}
+        weights = self._deal(weights, region, 0)
         grad = rows.meta["grad"] or weights.meta["grad"]
         y = ctx.call(moec_ops.unpermute.default, (rows, weights, row_of), node.meta["val"], types, grad)
         if region.tokens is not None:
