@@ -101,8 +101,8 @@ def _followed(t: Tensor, tag: Tensor | None, size: int) -> Followed:
     if len(varying) > 1 or not t.numel():
         return Followed(None, None, size)
     if not varying:
-        at = (tag == t.flatten()[0]).nonzero().flatten() if tag is not None else ()
-        return Followed(None, int(at[0]) if len(at) == 1 else None, size)
+        at = (tag == t.flatten()[0]).nonzero().flatten().tolist() if tag is not None else []
+        return Followed(None, at[0] if len(at) == 1 else None, size)
     return Followed(varying[0], _kept(_line(t, varying[0], 0), tag), size)
 
 

@@ -144,12 +144,14 @@ def _moe(program: Program, node: fx.Node, name: str, types: list[Types]) -> Type
         if name in ("moec.permute", "moec.unpermute"):
             # Tokens are distinct over ep and edp, in whatever order the rows lie: the same order for all operands.
             tokens = on[-1]
-            for t in on[1:] if name == "moec.unpermute" else on:
-                require(t, (R,) if etp else (S(0, tokens.parts),), a)
+            require(tokens, (R,) if etp else (S(0, tokens.parts),), a)
             if name == "moec.permute":
+                require(on[0], (tokens,), a)
                 out[a] = R if etp else V
             else:
-                require(on[0], (R, P) if etp else (V,), a)
+                require(on[0], (R, P, I) if etp else (V,), a)
+                # Rows that a body has summed over etp already are weighted by what is invariant too.
+                require(on[1], (I if on[0] == I and node.args[1].meta["grad"] else tokens,), a)
                 out[a] = on[0] if etp else tokens
             row_of[a] = tokens
         elif name in ("moec.grouped_mm", "moec.grouped_add") and not etp:
@@ -175,7 +177,7 @@ def _moe(program: Program, node: fx.Node, name: str, types: list[Types]) -> Type
         elif name in ("moec.pad_rows", "moec.take_rows"):  # each rank for its own rows, whatever shard they are
             out[a] = on[0]
         else:  # exchanges and re-sorting move whole rows
-            require(on[0], (R, P) if etp else (V,), a)
+            require(on[0], (R, P, I) if etp else (V,), a)
             out[a] = on[0]
     if name == "moec.permute":
         return [out, out, row_of]
