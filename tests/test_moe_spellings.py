@@ -23,7 +23,6 @@ from moec.capture.blocks import Raised, prepare
 from moec.capture.owners import candidates
 from moec.capture.probe import Recipe
 from moec.capture.steps import Refused
-from moec.runtime.errors import MoecError
 
 PLANS = [
     (moec.Plan(tp=2), 2),
@@ -33,8 +32,8 @@ PLANS = [
     (moec.Plan(dp=2, etp=2), 2),
     (moec.Plan(dp=2, tp=2, ep=2, etp=2), 4),
 ]
-# By default three spellings are the layers of one model that meets one plan; every pair meets at night.
-TOGETHER = [SPELLINGS[i : i + 3] for i in range(0, len(SPELLINGS), 3)]
+# By default four spellings are the layers of one model that meets one plan; every pair meets at night.
+TOGETHER = [SPELLINGS[i : i + 4] for i in range(0, len(SPELLINGS), 4)]
 
 
 def cases():
@@ -106,20 +105,15 @@ def test_the_probe_sees_damage(block, monkeypatch):
 def test_the_probe_sees_what_is_left_out(block, change):
     raised = prepared(block)
     found = raised.guide.found
-    if block is DenseWhere:  # scores that no mask has touched, so that every token goes to every expert
+    if block is DenseWhere:
+        # A mask ``scores >= kth`` takes more than K experts where scores tie, which the proof has seen: it is the mask
+        # that says the choice, not the ids of the top-k.  Here it becomes scores that no mask has touched.
+        assert found.ids is None and found.top_k == E
         assert raised.guide.tape.calls[raised.guide.tape.maker[found.weights.value]].name == "where"
     guide = dataclasses.replace(raised.guide, found=dataclasses.replace(found, **change(found)))
     with pytest.raises(Refused, match="differs from the module"):
         dataclasses.replace(raised, guide=guide).prove()
 
 
-def test_ties_are_part_of_the_proof():
-    """A mask ``scores >= kth`` takes more than K experts where scores tie; then ids of top-k are not what it uses."""
-    raised = prepared(DenseWhere)
-    assert raised.guide.found.ids is None and raised.guide.found.top_k == E
-
-
 def test_tokens_dropped_where_nothing_says_so_per_pair_are_refused():
-    inputs = {n: torch.zeros(4, 5, dtype=torch.long) for n in ("ids", "labels")}
-    with pytest.raises(MoecError, match=r"layers\.0: MoE block not raised"):
-        moec.compile_program(Model(SortedCapacity()), moec.Plan(ep=2), 2, (), inputs, training=True)
+    assert isinstance(prepared(SortedCapacity), str)

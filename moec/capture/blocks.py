@@ -84,7 +84,7 @@ def find_blocks(
 
 
 def _lifted(silent: list[Owner], others: set[str]) -> dict[str, Owner]:
-    """Owners that did not route (or were not reached), as seen from the modules that hold them and none of ``others``."""
+    """Owners that did not route (or were not reached), seen from the modules that hold them but none of ``others``."""
     parents = [p for o in silent if (p := o.seen_from_parent()) is not None]
     counts = Counter(p.path for p in parents)
     return {
