@@ -172,6 +172,7 @@ def test_sizes_that_only_examples_made_agree_are_held_against_every_call() -> No
     assert "size 1 of '1' = 5" in after.size_problems(shorter)[0]
 
 
+@pytest.mark.nightly  # test_vocab_gloo.py does it with processes
 def test_a_sum_over_the_items_of_the_batch() -> None:
     """Hugging Face's num_items_in_batch: the sum over the global batch, by a number that the caller knows."""
 
@@ -239,6 +240,7 @@ def test_a_layout_of_the_users_is_obeyed_and_exact(layout, embed, head) -> None:
     assert off(_Oracle(captured(mean_loss)[0], batch(), {}, None).compare("lower", program)) < TOLERANCE
 
 
+@pytest.mark.nightly
 def test_a_position_table_is_no_vocabulary_and_a_residual_weight_no_head() -> None:
     class Square(LM):
         """As many hidden features as tokens: sizes alone do not tell a head."""
@@ -330,6 +332,7 @@ def test_wrong_arguments_are_caught(what) -> None:
     assert error < TOLERANCE if what == "another block count" else error > 1e-3
 
 
+@pytest.mark.nightly
 def test_probabilities_as_targets_gather_and_say_so() -> None:
     class Soft(LM):
         def forward(self, ids, labels):
