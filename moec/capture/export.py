@@ -36,9 +36,10 @@ from .skeleton import device_of, skeleton
 from .thin import Irregular, Thin, closed
 
 RECOGNISED = (
-    "moec raises blocks that compute sum_k weight[t, k] * expert_ids[t, k](x[t]) with isomorphic experts (a "
-    "ModuleList, or stacked parameters [E, ...]) in a loop over the experts: torch.where and index_add_, boolean "
-    "masks, or dense masks; write the block so"
+    "moec raises blocks that compute sum_k weight[t, k] * expert_ids[t, k](x[t]), the weight applied before, inside or "
+    "after the expert, with isomorphic experts (a ModuleList, or stacked parameters [E, ...]): loops over experts, "
+    "weights gathered per token, dense masks, padded or dispatched slots; the simplest is a loop with torch.where and "
+    "index_add_"
 )
 
 
