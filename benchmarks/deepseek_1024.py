@@ -3,8 +3,8 @@
 61 layers (3 dense), 7168 wide, 256 experts, 671 billion parameters in bf16 on the meta device; 1024 ranks: tp 2, ep 64,
 dp 512.  One process, no process group.  Measured: capture, every pass, the forward and the backward graph; peak memory
 of the process.  With ``--scaling`` also the passes for half and twice the ranks and half the layers, and what a further
-layer costs the capture: in CPU seconds, the median of several runs, since other work on the machine would drown the
-differences.
+layer costs the capture: in CPU seconds (of the passes the median of several runs), since other work on the machine
+would drown the differences.
 """
 
 from __future__ import annotations
@@ -81,11 +81,12 @@ def pass_seconds(captured: Program, ranks: int) -> float:
     return time.process_time() - start
 
 
-def capture_seconds(layers: int) -> float:
+def captured_in(layers: int) -> tuple[Program, float]:
+    """The captured program, and the CPU seconds that it took."""
     m, ids = model(layers), torch.zeros(2, 64, dtype=torch.int64)
     start = time.process_time()
-    compiler.capture(m, (), {"input_ids": ids, "labels": ids}, training=True, reduced=True)
-    return time.process_time() - start
+    program = compiler.capture(m, (), {"input_ids": ids, "labels": ids}, training=True, reduced=True)
+    return program, time.process_time() - start
 
 
 def communication(program: Program) -> list[tuple[str, str, str, int, int, int]]:
@@ -135,7 +136,8 @@ def main(scaling: bool, repeats: int) -> dict[str, Any]:
 
 def measure_scaling(captured: Program, repeats: int) -> dict[str, Any]:
     half = LAYERS // 2
-    short = compile_all(half)[0]
+    short, half_seconds = captured_in(half)
+    capture = {half: half_seconds, LAYERS: captured_in(LAYERS)[1]}
     cases = {
         f"{LAYERS} layers, {RANKS} ranks": (captured, RANKS),
         f"{LAYERS} layers, {RANKS // 2} ranks": (captured, RANKS // 2),
@@ -143,14 +145,10 @@ def measure_scaling(captured: Program, repeats: int) -> dict[str, Any]:
         f"{half} layers, {RANKS} ranks": (short, RANKS),
     }
     runs: dict[str, list[float]] = {name: [] for name in cases}
-    captures: dict[int, list[float]] = {half: [], LAYERS: []}
     for _ in range(repeats):
         for name, (program, ranks) in cases.items():
             runs[name].append(pass_seconds(program, ranks))
-        for layers in captures:
-            captures[layers].append(capture_seconds(layers))
     passes = {name: statistics.median(r) for name, r in runs.items()}
-    capture = {n: statistics.median(r) for n, r in captures.items()}
     per_layer = (capture[LAYERS] - capture[half]) / (LAYERS - half)
     print(f"\nall passes, CPU s, median of {repeats} runs")
     for name, seconds in passes.items():

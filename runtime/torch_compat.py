@@ -197,6 +197,12 @@ def fake_mode_of(values: Iterable[object]) -> FakeTensorMode | None:
     return next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
 
 
+def settled_sizes(mode: FakeTensorMode) -> dict[sympy.Symbol, sympy.Expr]:
+    """Sizes of inputs that tracing found to be numbers or other sizes."""
+    found = {} if mode.shape_env is None else mode.shape_env.replacements
+    return {s: e for s, e in found.items() if not is_unbacked(s)}
+
+
 def forget_unbacked(mode: FakeTensorMode) -> None:
     """Forget which data-dependent sizes were made outside of a trace: tracing expects to find each one in a result."""
     if mode.shape_env is not None:

@@ -30,9 +30,10 @@ def compile_both(model, kwargs, monkeypatch, plan=PLAN, world=WORLD) -> tuple[Pr
         model, plan, world, (), kwargs, training=True, observe=lambda name, p: seen.append((name, bool(p.repeats)))
     )
     assert seen[0] == ("captured", True) and seen[-1] == ("expand", False), short.why_not
-    full_capture = compiler.capture
-    monkeypatch.setattr(compiler, "capture", lambda *a, reduced, **k: full_capture(*a, **k))
-    return short, moec.compile_program(model, plan, world, (), kwargs, training=True)
+    with monkeypatch.context() as patched:
+        full_capture = compiler.capture
+        patched.setattr(compiler, "capture", lambda *a, reduced, **k: full_capture(*a, **k))
+        return short, moec.compile_program(model, plan, world, (), kwargs, training=True)
 
 
 def text(program: Program) -> list[str]:
@@ -62,6 +63,15 @@ def test_the_program_is_that_of_the_long_way(monkeypatch):
 def test_proved_with_all_layers():
     report = moec.check(Deep(layers=5), moec.Plan(tp=2, ep=2), example_kwargs=kwargs(), world_size=2)
     assert report.ok and report.passes[-1].name == "expand", report
+
+
+def test_runs_with_all_layers():
+    model = Deep(layers=5).double()
+    ours = moec.parallelize(model, moec.Plan(), example_kwargs=kwargs())
+    (loss, logits), (want, want_logits) = ours(**kwargs()), model(**kwargs())
+    loss.backward(), want.backward()
+    torch.testing.assert_close((loss, logits), (want, want_logits))
+    torch.testing.assert_close(moec.full_grads(ours), {n: p.grad for n, p in model.named_parameters()})
 
 
 @pytest.mark.parametrize("name", UNEQUAL)

@@ -9,6 +9,7 @@ from deep_models import Alternating, Deep, batch
 from torch import Tensor
 
 import moec
+import moec.hf
 from moec import shards, simulate
 from moec.passes.joint import JointGraphs, joint_graphs
 from moec.passes.joint.vjp import writes
@@ -115,3 +116,32 @@ def test_gradients_of_layers_in_turn(degrees, world):
     assert graphs.pieces == 6 and graphs.distinct == 3
     assert_collectives(program, graphs)
     run(program, graphs, model)
+
+
+@pytest.mark.nightly
+def test_a_hugging_face_model_against_autograd():
+    """Same program, run by autograd and as two graphs, in float32 (its casts to float32 are part of it)."""
+    model = moec.hf.build("deepseek_v3", 6, first_k_dense_replace=1)
+    ids = torch.randint(0, 100, (4, 9))
+    program = moec.compile_program(model, moec.Plan(dp=2, tp=2, ep=4), 4, (), {"input_ids": ids, "labels": ids.clone()},
+                                   training=True)  # fmt: skip
+    graphs = joint_graphs(program)
+    assert (graphs.pieces, graphs.distinct) == (6, 3)
+    assert_collectives(program, graphs)
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    params = {ph: tensors[s.name].detach() for ph, s in program.params.items()}
+    inputs = dict.fromkeys(program.inputs, ids)
+    want = simulate.run(program, params, inputs, {"loss": torch.ones(())})
+    mesh, world = program.mesh, LockstepWorld(program.mesh)
+    with torch.no_grad():
+        values = [simulate._rank_values(program, params, inputs, mesh, r) for r in range(4)]
+        results = world.run(graphs.forward, [[v[n.name] for n in program.placeholders()] for v in values])
+        of = {o.index: o.path for o in program.outputs}
+        given = [torch.ones(()) if of[i] == "loss" else torch.zeros_like(results[0][i]) for i in graphs.differentiable]
+        grads = world.run(graphs.backward, [[*r[graphs.num_outputs :], *given] for r in results])
+    for i, ph in enumerate(graphs.params):
+        parts = [g[i] for g in grads]
+        if key := program.grad_reductions.get(ph):
+            parts = simulate._reduce(parts, key, mesh)
+        got, expected = simulate._assemble(parts, program.params[ph].types, mesh)[0], want.grads[ph]
+        assert float((got - expected).norm()) <= 1e-5 * float(expected.norm()) + 1e-9, ph

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from moec.passes.joint.segments import Segment
 from moec.runtime.errors import MoecError
-from moec.runtime.torch_compat import expr, forget_unbacked, is_unbacked, python_dispatcher
+from moec.runtime.torch_compat import expr, forget_unbacked, is_unbacked, python_dispatcher, settled_sizes
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,10 @@ class Vjp:
 
 
 def trace(segment: Segment, values: Sequence[Any], mode: Any) -> Vjp:
-    """``values``: the segment's inputs on fakes of ``mode``, with ``requires_grad`` set where gradients are wanted."""
+    """``values``: the segment's inputs on fakes of ``mode``, with ``requires_grad`` set where gradients are wanted.
+
+    Raises MoecError where an output's size depends on data, or where tracing would settle a size of the inputs."""
+    before = settled_sizes(mode)
     with mode, python_dispatcher(), torch.enable_grad():
         leaves = [v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v for v in values]
         found = _run(segment, leaves)
@@ -72,6 +75,8 @@ def trace(segment: Segment, values: Sequence[Any], mode: Any) -> Vjp:
                 with torch.no_grad():
                     again = torch.func.functionalize(fx.Interpreter(module).run)
                     module = make_fx(again)(*(x.detach() if isinstance(x, Tensor) else x for x in [*leaves, *tangents]))
+    if settled := {str(s): e for s, e in settled_sizes(mode).items() if s not in before}:
+        raise MoecError(f"its graphs would hold for one size of the inputs only: {settled}", where=segment.where)
     return _partition(module, leaves, len(tangents), found)
 
 
