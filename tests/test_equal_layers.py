@@ -21,6 +21,11 @@ from moec.placement import I
 from moec.program import Program, Repeat
 
 PLAN, WORLD = moec.Plan(dp=2, tp=2, ep=4), 4
+OTHER_AXES = [
+    moec.Plan(dp=2, tp=2, sequence_parallel=True, ep=2),
+    moec.Plan(dp=4, fsdp=4, ep=2),
+    moec.Plan(dp=2, cp=2, ep=4),
+]
 
 
 def compile_both(model, kwargs, monkeypatch, plan=PLAN, world=WORLD) -> tuple[Program, Program]:
@@ -173,6 +178,17 @@ def test_hugging_face(name, monkeypatch):
     assert_equal(*compile_both(model, {"input_ids": ids, "labels": ids.clone()}, monkeypatch))
     report = moec.check(model, PLAN, world_size=WORLD)
     assert report.ok and report.passes[-1].name == "expand", report
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("plan", OTHER_AXES, ids=str)
+def test_every_axis(captured, plan, monkeypatch):
+    full = capture(Deep(), kwargs=kwargs(), training=True)
+    programs = []
+    for start in (captured, full):
+        monkeypatch.setattr(compiler, "capture", lambda *_, start=start, **__: start.fork())
+        programs.append(moec.compile_program(Deep(), plan, WORLD, (), kwargs(), training=True))
+    assert_equal(*programs)
 
 
 @pytest.mark.nightly
