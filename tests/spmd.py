@@ -153,7 +153,7 @@ def compiled(shape: Shape, degrees: tuple[int, int, int, int]) -> tuple[tuple[st
 
 
 def compile_stages(program: Program, plan: Plan) -> list[tuple[str, Program]]:
-    world = plan.dp * plan.tp
+    world = plan.dp * plan.cp * plan.tp
     stages: list[tuple[str, Program]] = []
     program = replace(program.fork(), mesh=plan.mesh(world))
     manager.run(program, plan.resolve(world), PIPELINE, observe=lambda n, p: stages.append((n, p)))

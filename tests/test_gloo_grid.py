@@ -12,15 +12,17 @@ TOLERANCE = {"plain": 1e-9, "mixtral": 1e-6, "qwen3_moe": 1e-6}
 """Of losses and gradients.  Hugging Face's models compute router and norms in float32."""
 
 
-def trains_like_one_device(rank, world, kind, degrees):
+def trains_like_one_device(rank, world, kind, degrees, more=None):
     dp, tp, ep, etp = degrees
     net, data = grid.build(kind), grid.batch()
     ref = grid.reference(net)
-    model = grid.parallelize(kind, net, moec.Plan(dp=dp, tp=tp, ep=ep, etp=etp), data)
+    model = grid.parallelize(kind, net, moec.Plan(dp=dp, tp=tp, ep=ep, etp=etp, **(more or {})), data)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=True) for m in (model, ref)]
     loss_error, grad_error, norm_error = 0.0, (0.0, ""), 0.0
     for step in range(3):
-        data = grid.batch(seed=step, S=9 + 2 * step)  # other lengths: the same program
+        data = grid.batch(
+            seed=step, S=8 + 4 * step if more else 9 + 2 * step
+        )  # other lengths (that ``more`` ranks can share): the same program
         out, want = model(**moec.shard_batch(data, model)), ref(**data)
         assert type(out) is type(want)
         out["loss"].backward()
@@ -57,6 +59,33 @@ def cases():
 def test_trains_like_one_device(gloo4, kind, degrees):
     results = gloo4.run(trains_like_one_device, kind, degrees, timeout=280)
     print(kind, degrees, results[0])
+    for r in results:
+        assert r["loss"] <= TOLERANCE[kind]
+        assert r["grad"][0] <= TOLERANCE[kind], r["grad"]
+        assert r["norm"] <= 1e-5
+        assert r["params"][0] <= 1e-5, r["params"]
+
+
+SHARED = [
+    ((2, 2, 4, 1), {"sequence_parallel": True}),
+    ((1, 2, 2, 1), {"cp": 2, "sequence_parallel": True}),
+    ((1, 1, 4, 1), {"cp": 4}),
+    ((1, 4, 1, 4), {"sequence_parallel": True}),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "degrees", "more"),
+    [
+        pytest.param(k, *plan, marks=() if k == "plain" and i < 2 else pytest.mark.nightly, id=f"{k}-{i}")
+        for k in grid.KINDS
+        for i, plan in enumerate(SHARED)
+    ],
+)
+def test_shared_sequences_train_like_one_device(gloo4, kind, degrees, more):
+    """Sequence and context parallelism; lengths that the ranks divide differ from step to step."""
+    results = gloo4.run(trains_like_one_device, kind, degrees, more, timeout=280)
+    print(kind, degrees, more, results[0])
     for r in results:
         assert r["loss"] <= TOLERANCE[kind]
         assert r["grad"][0] <= TOLERANCE[kind], r["grad"]
