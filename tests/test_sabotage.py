@@ -33,12 +33,13 @@ REFUSED = float("inf")
 
 
 class Bench:
-    """A model, its programs under a plan, and what they must compute.  Five tokens a sequence: tp pads them."""
+    """A model, its programs under a plan, and what they must compute.  Five tokens a sequence: tp pads them.  (Eight
+    where ranks share each sequence.)"""
 
-    def __init__(self, degrees: tuple[int, int, int, int]) -> None:
+    def __init__(self, degrees: tuple) -> None:
         shape = Shape(12 if degrees[2] == 4 else 6, biased=True)
         self.stages = dict(compiled(shape, degrees))
-        self.truth = oracle(build(shape, 3), Batch(max(2, degrees[0]), 5, 1, degrees[0]))
+        self.truth = oracle(build(shape, 3), Batch(max(2, degrees[0]), 5 if len(degrees) == 4 else 8, 1, degrees[0]))
         self.clean = max(off(self.truth.compare(s, self.stages[s])) for s in ("shard", "lower"))
 
     def error(self, program, world=None) -> float:
@@ -54,7 +55,11 @@ class Bench:
             return self.truth.compare("sabotaged", program)
 
 
-@pytest.fixture(scope="module", params=PLANS, ids=str)
+SHARED = [pytest.param(d, marks=pytest.mark.nightly) for d in ((2, 2, 2, 2, 1, True), (1, 2, 4, 1, 2, True))]
+"""Sequence parallelism; context parallelism with it: (dp, tp, ep, etp, cp, sequence_parallel)."""
+
+
+@pytest.fixture(scope="module", params=PLANS + SHARED, ids=str)
 def bench(request) -> Bench:
     return Bench(request.param)
 

@@ -7,6 +7,8 @@ key/value heads, with tp inside and MoE axes across.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,7 @@ from torch import nn
 
 import moec
 from moec.capture import capture
+from moec.passes.verify import check_types
 from moec.placement import S
 from moec.plan import Plan
 from moec.program import Program, op_name
@@ -166,3 +169,30 @@ def test_a_model_without_a_sequence_is_refused() -> None:
     program = capture(nn.Linear(4, 4), (torch.randn(6, 4),), {}, training=True)
     with pytest.raises(MoecError, match="no input of this model has a sequence"):
         compile_stages(program, Plan(1, 2, 1, 2, **SP))
+
+
+# -- sabotage ----------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_parts_are_caught_by_the_verifier() -> None:
+    """Rows of a sharded sequence taken for a block of all rows; parts of each rank's heads taken for a block of all."""
+    for plan, wrong in ((Plan(1, 2, 2, 1, **SP), S(0)), (Plan(1, 2, 1, 1, cp=2), S(1))):
+        program = dict(compile_stages(captured(PLAIN), plan))["shard"].fork()
+        axis = program.mesh.names[0]
+        found = 0
+        for node in program.graph.nodes:
+            types = node.meta.get("types")
+            if isinstance(types, dict) and types[axis].kind == "S" and types[axis].parts != 1 and not found:
+                node.meta["types"] = {**types, axis: wrong}
+                found += 1
+        assert found
+        with pytest.raises(MoecError, match=r"is recorded as|is fed"):
+            check_types(program)
+
+
+def test_a_forgotten_reduction_shows() -> None:
+    program = compile_stages(captured(PLAIN), Plan(1, 2, 2, 1, **SP))[-1][1]
+    truth = oracle(build(PLAIN), Batch(2, 8))
+    for name in program.grad_reductions:
+        owed = {k: v for k, v in program.grad_reductions.items() if k != name}
+        assert off(truth.compare("sabotaged", replace(program.fork(), grad_reductions=owed))) > 1e-3, name
