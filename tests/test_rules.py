@@ -41,6 +41,13 @@ UNDEFINED = {"aten.empty", "aten.empty_like", "aten.new_empty"}
 REFUSALS = ("do not divide", "cannot be dealt", "which no collective does", "parts, but it is sharded")
 WHOLE: set[str] = set()
 """Ops that need whole operands."""
+NO_GRADIENT = {
+    f"aten.{n}"
+    for n in """__and__ __or__ __xor__ all any argmax argmin argsort bincount bitwise_and bitwise_not bitwise_or bitwise_xor
+    detach eq floor_divide ge gt histc isfinite isinf isnan isneginf le logical_and logical_not logical_or logical_xor lt
+    ne one_hot empty_like full_like ones_like zeros_like""".split()
+} | {f"aten.{n}" for n in _CREATION}
+"""Ops whose results have no gradient; of every other one some example must compare gradients."""
 
 
 # -- what types mean, for several axes at once -----------------------------------------------------------------------
@@ -195,8 +202,8 @@ def shard_op(program: Program, types: list[Types], grads: list[bool]) -> list[fx
     return list(next(iter(reversed(program.graph.nodes))).args[0])
 
 
-def check(name: str, data: st.DataObject) -> tuple[bool, bool]:
-    """One example of one op.  Returns (was it accepted, was something sharded)."""
+def check(name: str, data: st.DataObject) -> tuple[bool, bool, bool]:
+    """One example of one op.  Returns (was it accepted, was something sharded, was a gradient compared)."""
     draw = Draw(data)
     op, args, kwargs = data.draw(st.sampled_from(CASES[name]), label="case")(draw)
     whole = op(*args, **kwargs)
@@ -208,7 +215,7 @@ def check(name: str, data: st.DataObject) -> tuple[bool, bool]:
     except MoecError as e:
         if not any(t in str(e) for t in REFUSALS):
             raise
-        return False, False
+        return False, False, False
     dialect = name.startswith("moec.") and name not in BY_THE_TABLE
     if not dialect and not any(t.kind == "P" for r in results for t in r.meta["types"].values()):
         check_types(program)
@@ -247,13 +254,13 @@ def check(name: str, data: st.DataObject) -> tuple[bool, bool]:
                 torch.testing.assert_close(meaning(parts, gradient_types(t)), leaf.grad, rtol=1e-11, atol=1e-11,
                                            msg=lambda m: f"gradient of operand {x} ({t}): {m}")  # fmt: skip
     sharded = any(t.kind in "SP" for r in results for t in r.meta["types"].values())
-    return True, sharded
+    return True, sharded, any(leaf.grad is not None for leaf in leaves)
 
 
 @pytest.mark.parametrize("name", sorted(_RULES))
 def test_rule(name: str) -> None:
     assert name in CASES, f"{name} has a rule and no case in rule_cases.py"
-    seen: list[tuple[bool, bool]] = []
+    seen: list[tuple[bool, bool, bool]] = []
 
     # 12 or 33 examples in the everyday run
     @settings(max_examples=settings.default.max_examples // (8 if len(CASES[name]) == 1 else 3), phases=PHASES)
@@ -262,9 +269,10 @@ def test_rule(name: str) -> None:
         seen.append(check(name, data))
 
     run()
-    assert sum(a for a, _ in seen) * 4 >= len(seen), "most placements were refused"
+    assert sum(a for a, *_ in seen) * 4 >= len(seen), "most placements were refused"
     if name.removeprefix("aten.") not in _CREATION and name not in WHOLE:
-        assert any(s for _, s in seen), "no example had a sharded result"
+        assert any(s for _, s, _ in seen), "no example had a sharded result"
+    assert any(g for *_, g in seen) == (name not in NO_GRADIENT), "which ops have gradients is part of the test"
 
 
 def test_no_case_without_a_rule() -> None:
