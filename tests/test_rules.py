@@ -41,12 +41,11 @@ UNDEFINED = {"aten.empty", "aten.empty_like", "aten.new_empty"}
 REFUSALS = ("do not divide", "cannot be dealt", "which no collective does", "parts, but it is sharded")
 WHOLE: set[str] = set()
 """Ops that need whole operands."""
-NO_GRADIENT = {
-    f"aten.{n}"
-    for n in """__and__ __or__ __xor__ all any argmax argmin argsort bincount bitwise_and bitwise_not bitwise_or bitwise_xor
-    detach eq floor_divide ge gt histc isfinite isinf isnan isneginf le logical_and logical_not logical_or logical_xor lt
-    ne one_hot empty_like full_like ones_like zeros_like""".split()
-} | {f"aten.{n}" for n in _CREATION}
+_INTEGERS = """__and__ __or__ __xor__ all any argmax argmin argsort bincount bitwise_and bitwise_not bitwise_or
+bitwise_xor eq floor_divide ge gt histc isfinite isinf isnan isneginf le logical_and logical_not logical_or logical_xor
+lt ne one_hot"""
+_CONSTANTS = ("detach", "empty_like", "full_like", "ones_like", "zeros_like", *_CREATION)
+NO_GRADIENT = {f"aten.{n}" for n in (*_INTEGERS.split(), *_CONSTANTS)}
 """Ops whose results have no gradient; of every other one some example must compare gradients."""
 
 

@@ -1,0 +1,246 @@
+"""Typing rules in the vocabulary of ``spmd_types``: of moec's conversions, exchanges and dialect, and of the few
+ordinary ops that the library cannot type.  ``witness.py`` walks graphs with them; ``w`` is the walk.
+
+A rule looks at every operand and gives the type of the result (``rules.NdimWithSpmdType``) or raises SpmdTypeError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import spmd_types as spmd
+import torch
+from spmd_types import rules
+from torch import Tensor, fx
+
+from moec.runtime.collectives import Collective, group_of
+
+Axis = spmd.MeshAxis
+OWNER = "owner"
+LOCAL = {"I": spmd.I, "R": spmd.R, "P": spmd.P, "S": spmd.V, "V": spmd.V}
+
+
+def spec_of(dims: list[list[Axis]]) -> spmd.PartitionSpec | None:
+    return spmd.PartitionSpec(*(tuple(d) if len(d) > 1 else d[0] if d else None for d in dims)) if any(dims) else None
+
+
+def derived(x: Tensor, axis: Axis) -> tuple[str, int]:
+    kind = repr(spmd.get_axis_local_type(x, axis))
+    if kind != "V":
+        return kind, -1
+    for dim, entry in enumerate(spmd.get_partition_spec(x) or ()):
+        if axis == entry or (isinstance(entry, tuple) and axis in entry):
+            return "S", dim
+    return "V", -1
+
+
+# -- conversions -----------------------------------------------------------------------------------------------------
+
+
+def _convert(w, node: fx.Node, entry: Collective, x: Tensor, dim: int, *rest) -> Tensor:
+    """One transition an axis: shards are added major to minor and removed minor to major."""
+    to_dim = rest[0] if entry.kind == "s_to_s" else dim
+    size, names = rest[-2], group_of(node).split(",")
+    with spmd.no_typecheck():
+        y = MOVES[entry.primitive](x, dim, to_dim, size)
+    dim, to_dim = dim % max(x.ndim, 1), to_dim % max(x.ndim, 1)
+    src, dst = (spmd.S(d) if k == "S" else LOCAL[k] for k, d in ((entry.source, dim), (entry.dest, to_dim)))
+    typed: Any = x
+    for a in reversed(names) if entry.source == "S" else names:
+        have = spmd.get_axis_local_type(typed, w.axes[a])
+        # Without a gradient I and R are one type.
+        neutral = not x.requires_grad and have in (spmd.I, spmd.R) and src in (spmd.I, spmd.R)
+        typed = TRANSITIONS[entry.primitive](typed, w.axes[a], src=have if neutral else src, dst=dst)
+    rules.output(y, typed)
+    return y
+
+
+TRANSITIONS = {
+    "identity": rules.convert, "slice": rules.convert, "zero_pad": rules.convert, "all_reduce": rules.all_reduce,
+    "all_gather": rules.all_gather, "reduce_scatter": rules.reduce_scatter, "all_to_all": rules.all_to_all,
+}  # fmt: skip
+MOVES: dict[str, Callable] = {
+    "identity": lambda x, d, t, n: x.clone(),
+    "all_reduce": lambda x, d, t, n: x.clone(),
+    "slice": lambda x, d, t, n: x.chunk(n, d)[0].clone(),
+    "reduce_scatter": lambda x, d, t, n: x.chunk(n, d)[0].clone(),
+    "zero_pad": lambda x, d, t, n: torch.cat([x, *[torch.zeros_like(x)] * (n - 1)], d),
+    "all_gather": lambda x, d, t, n: torch.cat([x] * n, d),
+    "all_to_all": lambda x, d, t, n: torch.cat([x.chunk(n, t)[0]] * n, d),
+}
+
+
+def _counts(w, node: fx.Node, entry: Collective, counts_E: Tensor, size: int, group: str) -> Tensor:
+    """Home counts are pending sums over the sources; the counts of the experts that live here, source by source."""
+    with spmd.no_typecheck():
+        y_RE = counts_E.chunk(size)[0].expand(size, -1).clone()
+    typed: Any = counts_E
+    for a in group.split(","):
+        typed = rules.reduce_scatter(typed, w.axes[a], src=spmd.P, dst=spmd.S(0))
+    typed = rules.convert(typed, w.axes[OWNER], src=spmd.get_axis_local_type(typed, w.axes[OWNER]), dst=spmd.S(0))
+    rules.output(y_RE, w.shifted(typed))
+    return y_RE
+
+
+def _exchange(w, node: fx.Node, entry: Collective, x_NH, send_R, recv_R, size, group) -> Tensor:
+    """Dispatch: home rows become rows of the experts that live here; combine: back."""
+    owner = w.axes[OWNER]
+    here, send, recv = (spmd.get_axis_local_type(t, owner) for t in (x_NH, send_R, recv_R))
+    for a in group.split(","):
+        for what, t in (("sent", send_R), ("received", recv_R)):
+            if spmd.get_axis_local_type(t, w.axes[a]) is not spmd.P:
+                raise spmd.SpmdTypeError(f"rows {what} per rank are {spmd.get_local_type(t)}, no sums over {a}")
+        if derived(x_NH, w.axes[a]) != ("S", 0):
+            raise spmd.SpmdTypeError(
+                f"rows are {derived(x_NH, w.axes[a])} on {a}, and all the same cannot be exchanged"
+            )
+    if here in (spmd.I, spmd.R) and send is not spmd.P and recv is spmd.P:
+        typed = rules.convert(x_NH, owner, src=here, dst=spmd.S(0))
+    elif here is spmd.V and send is spmd.P and recv is not spmd.P:
+        typed = rules.all_gather(x_NH, owner, src=spmd.S(0), dst=spmd.I)
+    else:
+        raise spmd.SpmdTypeError(f"rows are {here} by owner, but {send} are sent and {recv} received")
+    with spmd.no_typecheck():
+        y = x_NH.new_zeros((int(recv_R.sum()), *x_NH.shape[1:])) + 0 * x_NH.sum()
+    rules.output(y, typed)
+    return y
+
+
+CONVERSIONS: dict[str, Callable] = {**dict.fromkeys(TRANSITIONS, _convert), "counts": _counts, "exchange": _exchange}
+
+
+# -- moec's ops ------------------------------------------------------------------------------------------------------
+
+
+def _permute(w, node, x_TH, ids_TK, num_experts):
+    rows = w.einsum("th,t_->th", x_TH, ids_TK)
+    return rows, w.einsum("t_->_", ids_TK), w.einsum("t_->t_", ids_TK)
+
+
+def _unpermute(w, node, rows_NH, weights_TK, row_of_TK):
+    # The rows of this rank's tokens: one label, so that rows which are elsewhere do not fit.
+    return w.einsum("th,t_,t_->th", rows_NH, weights_TK, row_of_TK, linear_in=(0,))
+
+
+def _grouped_mm(w, node, x_NK, weight_EKM, counts_E):
+    w.check_counts(counts_E, weight_EKM)
+    return w.as_rows(w.einsum("enk,ekm->enm", w.by_expert(x_NK), weight_EKM, linear_in=(0, 1)))
+
+
+def _grouped_add(w, node, x_NM, bias_EM, counts_E):
+    w.check_counts(counts_E, bias_EM)
+    return w.as_rows(w.einsum("enm,em->enm", w.by_expert(x_NM), bias_EM, linear_in=((0, 1),)))
+
+
+def _sort_chunks(w, node, x_NH, counts_RE, inverse):
+    if derived(x_NH, w.axes[OWNER]) != ("S", 0) or derived(counts_RE, w.axes[OWNER]) != ("S", 1):
+        raise spmd.SpmdTypeError("only rows of the experts that live here can be sorted by their counts")
+    rules.ignore(counts_RE)
+    return w.einsum("nh->nh", x_NH, linear_in=(0,))
+
+
+def _own_rows(w, node, x, *_):
+    return w.einsum("...->...", x, linear_in=(0,))
+
+
+def _lookup(w, node, table_VH, numbers_V, ids, *_):
+    # A part of the numbers finds a part of the ids: addends of what all find.
+    return w.einsum("vh,v,...->...h", table_VH, numbers_V, ids, linear_in=(0,))
+
+
+def _pick(w, node, x_V, numbers_V, ids_K, *_):
+    return w.einsum("...v,v,...k->...k", x_V, numbers_V, ids_K, linear_in=(0,))
+
+
+def _blocked_logsumexp(w, node, x_V, *_):
+    return w.einsum("...v->...v", x_V)
+
+
+MOEC: dict[str, Callable] = {
+    "moec.permute": _permute, "moec.unpermute": _unpermute, "moec.grouped_mm": _grouped_mm,
+    "moec.grouped_add": _grouped_add, "moec.sort_chunks": _sort_chunks, "moec.pad_rows": _own_rows,
+    "moec.take_rows": _own_rows, "moec.lookup": _lookup, "moec.pick": _pick,
+    "moec.blocked_logsumexp": _blocked_logsumexp,
+}  # fmt: skip
+
+
+# -- what the library cannot say -------------------------------------------------------------------------------------
+
+
+def _parts(w, node, x, *_, **__):
+    """A packed dim cut in its parts, each of which keeps its shard."""
+    one = w.einsum("...->...", x, linear_in=(0,))
+    return [one] * len(node.meta["val"]) if isinstance(node.meta["val"], (tuple, list)) else one
+
+
+def _reshape(w, node, x, shape):
+    """DTensor refuses to split a sharded dim in several.  Dims fall into groups of equal (global) size; a shard of the
+    first dim of a group becomes a shard of the first dim of the new group, and no other dim may be sharded."""
+    sizes = [[w.size(s, w.mesh.size(w.mesh.role("dp"))) for s in n.meta["val"].shape] for n in (node.args[0], node)]
+    old, new = ([i for i, s in enumerate(side) if s != 1] for side in sizes)
+    dims, out = w.dims(x), [[] for _ in sizes[1]]
+    while old and new:
+        left, right = [old.pop(0)], [new.pop(0)]
+        a, b = sizes[0][left[0]], sizes[1][right[0]]
+        while a != b:
+            if a < b:
+                left.append(old.pop(0))
+                a *= sizes[0][left[-1]]
+            else:
+                right.append(new.pop(0))
+                b *= sizes[1][right[-1]]
+        out[right[0]] = dims[left[0]]
+        if lost := [i for i in left[1:] if dims[i]]:
+            raise spmd.SpmdTypeError(f"reshape to {shape} would interleave the shards of dim {lost[0]}")
+    return w.made(w.einsum("...->...", x, linear_in=(0,)), out)
+
+
+def _attention(w, node, q, k, v, mask=None, *_, **__):
+    def term(x: Tensor) -> str:
+        heads = "h" if x.shape[-3] > 1 or q.shape[-3] == 1 else "_"
+        return ("b" if x.shape[0] == q.shape[0] else "_") + heads + "__"
+
+    terms, values = [term(x) for x in (q, k, v)], [q, k, v]
+    if mask is not None:
+        full = ["b", "h", "_", "_"][4 - mask.ndim :]
+        terms.append("".join("_" if n == 1 else f for f, n in zip(full, mask.shape, strict=True)))
+        values.append(mask)
+    return w.einsum(",".join(terms) + "->bh__", *values)
+
+
+def _linear(w, node, x, weight, bias=None):
+    """DTensor has no strategy for four dims."""
+    out = w.einsum("...k,nk->...n", x, weight, linear_in=(0, 1))
+    return out if bias is None else w.einsum("...n,n->...n", out, bias, linear_in=((0, 1),))
+
+
+def _conv1d(w, node, x, weight, bias=None, *_, **__):
+    """DTensor would exchange halos, with a process group."""
+    each = weight.shape[1] == 1 and x.shape[-2] == weight.shape[0]  # every channel by itself
+    batch, c = "n" * (x.ndim - 2), "c" if each else "_"
+    out = w.einsum(f"{batch}{c}_,{c}__->{batch}{c}_", x, weight)
+    return out if bias is None else w.einsum(f"{batch}{c}_,{c}->{batch}{c}_", out, bias)
+
+
+def _expand(w, node, x, *_):
+    """A dim that is made can be made in parts: every rank's copies are a part of all copies."""
+    typed = w.einsum("...->...", x, linear_in=(0,))
+    new = node.meta["val"].ndim - x.ndim
+    typed = w.made(typed, [[] for _ in range(new)] + w.dims(typed))
+    was = node.args[0].meta["val"].shape  # the whole size: a shard of a dim may have size 1
+    made = [i for i in range(node.meta["val"].ndim) if i < new or was[i - new] == 1]
+    for a, t in node.meta["types"].items():
+        if t.kind == "S" and t.dim in made:
+            have = spmd.get_axis_local_type(x, w.axes[a])
+            if have is not spmd.R and x.requires_grad:
+                raise spmd.SpmdTypeError(f"copies of {have} made in parts would owe a gradient over {a}")
+            typed = rules.convert(typed, w.axes[a], src=have, dst=spmd.S(t.dim))
+    return typed
+
+
+PACKED: dict[str, Callable] = dict.fromkeys(("aten.split", "aten.split_with_sizes", "aten.slice"), _parts)
+LACKING: dict[str, Callable] = {
+    "aten.reshape": _reshape, "aten.scaled_dot_product_attention": _attention, "aten.expand": _expand,
+    "aten.linear": _linear, "aten.conv1d": _conv1d,
+}  # fmt: skip
