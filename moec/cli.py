@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         p.add_argument("--plan", type=Path, metavar="PLAN.yaml")
         for degree in ("dp", "tp", "ep", "etp"):
             p.add_argument(f"--{degree}", type=int)
+        p.add_argument("--layout", choices=("auto", "hf"), help="who places parameters (a plan's file may say more)")
         p.add_argument("--world", type=int, required=True, metavar="N")
         p.add_argument("--json", action="store_true", help="print one JSON object as the last line")
         p.set_defaults(run=run)
@@ -75,7 +76,7 @@ def _plan(args: argparse.Namespace) -> moec.Plan:
         data = moec.Plan.from_yaml(args.plan.read_text()).to_dict() if args.plan else {}
     except OSError as e:
         raise MoecError(f"cannot read the plan: {e}", where="command line") from None
-    data.update({k: v for k in ("dp", "tp", "ep", "etp") if (v := getattr(args, k)) is not None})
+    data.update({k: v for k in ("dp", "tp", "ep", "etp", "layout") if (v := getattr(args, k)) is not None})
     return moec.Plan.from_dict(data)
 
 

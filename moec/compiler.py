@@ -1,6 +1,6 @@
 """parallelize: the pipeline on one screen.
 
-capture → normalize → raise_moe → shard → fsdp (where asked for) → lower → expand (where layers are equal)
+capture → normalize → raise_moe → shard → redundant → fsdp (where asked for) → lower → expand (where layers are equal)
 → bind to process groups → ParallelModule
 """
 
@@ -20,6 +20,7 @@ from moec.capture.examples import dummy_examples
 from moec.capture.skeleton import replica
 from moec.inputs import counts_as_tensors
 from moec.module import ParallelModule
+from moec.own_plan import own_plan
 from moec.passes import manager
 from moec.passes.contract import Pass
 from moec.passes.expand import Unlike, expand, expand_layers
@@ -28,6 +29,7 @@ from moec.passes.joint import JointGraphs, joint_graphs
 from moec.passes.lower import bind, group_keys, lower
 from moec.passes.normalize import normalize
 from moec.passes.raise_moe import raise_moe
+from moec.passes.redundant import redundant
 from moec.passes.shard import shard
 from moec.passes.shard.custom import sharding_rule
 from moec.plan import Plan
@@ -40,7 +42,7 @@ __all__ = [
     "PIPELINE", "JointGraphs", "compile_program", "expand", "expanded", "joint_graphs", "parallelize", "sharding_rule",
 ]  # fmt: skip
 
-PIPELINE: tuple[Pass, ...] = (normalize, raise_moe, shard, fsdp, lower)
+PIPELINE: tuple[Pass, ...] = (normalize, raise_moe, shard, redundant, fsdp, lower)
 
 
 def compile_program(
@@ -69,7 +71,7 @@ def compile_program(
                 model, args, dict(kwargs), training=training, inputs=plan.inputs, loss_fn=loss_fn, reduced=reduced
             )
         )
-        program.mesh = mesh
+        program.mesh, program.own_plan = mesh, own_plan(model)
         program.why_not += declined
         passes = (*PIPELINE, expand) if program.repeats else PIPELINE
         return manager.run(program, plan, passes, dump=dump, observe=observe)

@@ -71,9 +71,11 @@ class Plan:
     reshard_after_forward: bool = True
     """FSDP: gathered parameters are freed after their use and gathered again in the backward (but for vectors and the
     last ones, which it needs at once); False keeps all till then: less communication, the memory of whole weights."""
-    layout: Literal["auto"] | Mapping[str, str] = "auto"
-    """``auto``, or {pattern of parameter names or of the modules that own them: ``column``, ``row`` or ``replicate``};
-    ``*`` matches dots too, later patterns win, and what none matches is placed as ``auto`` would."""
+    layout: Literal["auto", "hf"] | Mapping[str, str] = "auto"
+    """``auto``: inferred from the graph.  ``hf``: as the Hugging Face model's own plan says (``base_model_tp_plan`` …),
+    what it does not name being whole.  Or {pattern of parameter names or of the modules that own them: ``column``,
+    ``row`` or ``replicate``}; ``*`` matches dots too, later patterns win, and what none matches is placed as ``auto``
+    would."""
     inputs: Mapping[str, int | None] | None = None
     """{input path: batch dim, or None for "has no batch dim"}, overriding what capture derives."""
     outputs: str | Mapping[str, str] = "sharded"
@@ -251,8 +253,8 @@ class Plan:
                 for pattern, style in self.layout.items()
                 if style not in STYLES
             ]
-        elif self.layout != "auto":
-            problems.append(f'layout={self.layout!r} is neither "auto" nor a mapping of patterns to styles')
+        elif self.layout not in ("auto", "hf"):
+            problems.append(f'layout={self.layout!r} is neither "auto", "hf" nor a mapping of patterns to styles')
         modes = self.outputs if isinstance(self.outputs, Mapping) else {"": self.outputs}
         problems += [
             f"outputs: unknown mode {_did_you_mean(mode, OUTPUTS)}{f' for {path!r}' if path else ''}; "

@@ -52,13 +52,13 @@ def test_nothing_runs_before_the_schedule_is_known_to_hold() -> None:
 
 def test_the_pipeline_is_a_right_schedule() -> None:
     manager.validate_schedule({"captured"}, PIPELINE)
-    assert [p.name for p in PIPELINE] == ["normalize", "raise_moe", "shard", "fsdp", "lower"]
+    assert [p.name for p in PIPELINE] == ["normalize", "raise_moe", "shard", "redundant", "fsdp", "lower"]
     assert all(p.contract.preserves_values for p in PIPELINE)
 
 
 def test_facts_follow_the_contracts_and_observers_see_every_stage() -> None:
     stages = compile_stages(captured(Shape()), PLAN)
-    assert [n for n, _ in stages] == ["captured", "normalize", "raise_moe", "shard", "lower"]
+    assert [n for n, _ in stages] == ["captured", "normalize", "raise_moe", "shard", "redundant", "lower"]
     facts = [sorted(p.facts) for _, p in stages]
     assert facts[0] == ["captured"] and set(facts[-1]) >= {"captured", "normalized", "raised", "sharded", "lowered"}
     assert len({id(p.graph) for _, p in stages}) == len(stages), "each pass works on a fork"
@@ -90,7 +90,7 @@ def test_the_dump(tmp_path) -> None:
     program.why_not.append("layers.0.moe: not fused, because it is a test")
     manager.run(program, PLAN, PIPELINE, dump=tmp_path / "new" / "folder")
     files = dumped(tmp_path / "new" / "folder")
-    names = ["captured", "normalize", "raise_moe", "shard", "lower"]
+    names = ["captured", "normalize", "raise_moe", "shard", "redundant", "lower"]
     assert set(files) == {f"{i:02d}_{n}.txt" for i, n in enumerate(names)} | {
         f"{i:02d}_{n}.ops" for i, n in enumerate(names) if i
     } | {"why_not.txt"}

@@ -7,7 +7,7 @@ Contract
     never      writes a gradient-scale factor, or inserts a collective that no type asked for
 
 Algorithm
-    1. Layout: a type for every parameter (``layout.py``).
+    1. Layout: a type for every parameter (``layout.py``; ``overrides.py`` where the plan says more).
     2. Split the bias off linears whose contraction is sharded: it must be added once, after the sum.
     3. Walk the graph in order.  For every op and axis, ``solve`` says what the operands must become and what the
        result is; ``convert`` emits the difference.  Expert regions have their own rules (``experts.py``), and what
@@ -28,6 +28,7 @@ from moec.passes.shard import layout as layouts
 from moec.passes.shard.context import Context
 from moec.passes.shard.convert import Converter, divides
 from moec.passes.shard.experts import Experts
+from moec.passes.shard.overrides import override
 from moec.passes.shard.rule import Rule, differentiable, is_getitem, operands, shape
 from moec.passes.shard.rules import is_creation, rule_for
 from moec.passes.shard.sequence import Sequence
@@ -68,6 +69,7 @@ class Sharder:
 
     def run(self) -> Program:
         layout = layouts.infer(self.program, self.plan)  # 1
+        override(self.program, self.plan, layout)
         self.plan.validate(self.mesh.world, self.program, layout.limits)
         self.program.layout_reasons = {self.program.params[p].name: why for p, why in layout.reasons.items()}
         self.created, self.vocabulary_size = layout.created, layout.vocabulary

@@ -13,7 +13,8 @@ at the attention) stand or fall together.
    the logits does not matter: a model is laid out the same with labels and without.
 3. Union tags that share a dim; a union is good if no tag of it leaked and at least one ended at a weight.
 4. Dense unions are sharded over tp, expert unions over etp; expert weights are sharded over ep on dim 0 besides.
-5. A dict layout overrides by module pattern.  Matching only locates; types are propagated the same way for all.
+5. Whatever was decided, what *column* would mean of each weight and of the vectors that go with it is noted, for those
+   who override (``overrides.py``).  Matching only locates; types are propagated the same way for all.
 
 Every static size that a good tag passed (heads, kv heads, widths) must be divisible by the degree: those are the
 ``Limit`` s that plan validation reports.
@@ -22,9 +23,7 @@ Every static size that a good tag passed (heads, kv heads, widths) must be divis
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from math import prod
 from typing import Literal
 
@@ -79,6 +78,8 @@ class Layout:
     at_use: set[str] = field(default_factory=set)
     """Weights that are stored whole and used by every rank for its own share only (key/value heads that are fewer than
     the ranks): replicated at their use, so that what comes of them is a pending sum."""
+    columns: dict[str, Type] = field(default_factory=dict)
+    """What column means of a weight or a vector, whether or not it is placed so: part by part, if it is packed."""
     vocabulary: int = 0
     """Rows of the largest table that inputs look up, 0 without one."""
 
@@ -94,8 +95,8 @@ def infer(program: Program, plan: Plan) -> Layout:
         for ph, spec in program.params.items():
             if spec.name in block.stacked:
                 out.dims[ph]["ep"] = S(0)
-    if isinstance(plan.layout, Mapping):
-        _override(program, plan.layout, out)
+    for t in tags:
+        _column(program, t, out)
     return out
 
 
@@ -263,7 +264,7 @@ def _note_sizes(node, rule, results, tags) -> None:
 
 
 def _vocabulary(program: Program, tags: list[Tag], out: Layout) -> None:
-    tables = _tables(program)
+    tables = tables_of(program)
     out.vocabulary = vocabulary = max(tables.values(), default=0)
     tp = program.mesh.size(program.mesh.role("tp"))
     found = {w: (0, "its rows are the vocabulary") for w, rows in tables.items() if rows == vocabulary}
@@ -280,7 +281,7 @@ def _vocabulary(program: Program, tags: list[Tag], out: Layout) -> None:
             _place(out, ph, "tp", S(dim), f"auto: {why}")
 
 
-def _tables(program: Program) -> dict[str, int]:
+def tables_of(program: Program) -> dict[str, int]:
     """Placeholder -> rows of every parameter in which values of an integer input are looked up."""
     return {
         n.args[0].name: shape(n.args[0])[0]
@@ -381,37 +382,13 @@ def _place(out: Layout, placeholder: str, role: str, t: Type, why: str) -> None:
 # -- step 5
 
 
-def _override(program: Program, layout: Mapping[str, str], out: Layout) -> None:
-    """Later patterns win.  A style speaks of the weight as the GEMM sees it: column = its output, row = its input; of a
-    table as a tied head would see it."""
-    gemms = {
-        w.placeholder: (n, w)
-        for n in program.graph.nodes
-        if n.op == "call_function" and op_name(n) in GEMMS
-        if (w := weight_of(n, program))
-    }
-    tables = _tables(program)
-    for pattern, style in layout.items():
-        for ph, spec in program.params.items():
-            module, _, leaf = spec.name.rpartition(".")
-            if not (fnmatch(spec.name, pattern) or fnmatch(module, pattern)):
-                continue
-            node, w = gemms.get(ph, (None, None))
-            role = "etp" if node is not None and op_name(node) == "moec.grouped_mm" else "tp"
-            out.reasons[ph] = f"plan: {style} by {pattern!r}"
-            kept = out.dims.pop(ph, {})
-            if "ep" in kept:
-                out.dims[ph]["ep"] = kept["ep"]
-            if style == "replicate":
-                continue
-            if w is not None:
-                dim = w.dims[GEMMS[op_name(node)][0 if style == "column" else 1]]
-                parts = kept[role].parts if role in kept and style == "column" else 1
-                out.dims[ph][role] = S(dim, parts)
-            elif ph in tables:  # column: the rows, which a tied head yields as columns
-                out.dims[ph][role] = S(0 if style == "column" else 1)
-            elif style == "column" and leaf == "bias":
-                out.dims[ph][role] = S(0)
+def _column(program: Program, t: Tag, out: Layout) -> None:
+    out.columns[t.weight.placeholder] = S(t.weight.dims[GEMMS[op_name(t.node)][0]], t.parts)
+    if op_name(t.node) == "aten.linear" and len(t.node.args) > 2 and t.node.args[2] is not None:
+        out.columns[t.node.args[2].name] = S(0, t.parts)
+    for vector, dim in t.vectors:
+        if vector.name in program.params:
+            out.columns.setdefault(vector.name, S(dim, t.parts))
 
 
 def types_of(layout: Layout, placeholder: str, mesh) -> dict[str, Type]:
