@@ -161,7 +161,7 @@ MOEC: dict[str, Callable] = {
     "moec.permute": _permute, "moec.unpermute": _unpermute, "moec.grouped_mm": _grouped_mm,
     "moec.grouped_add": _grouped_add, "moec.sort_chunks": _sort_chunks, "moec.pad_rows": _own_rows,
     "moec.take_rows": _own_rows, "moec.lookup": _lookup, "moec.pick": _pick,
-    "moec.blocked_logsumexp": _blocked_logsumexp,
+    "moec.blocked_logsumexp": _blocked_logsumexp, "moec.boundary": _own_rows,
 }  # fmt: skip
 
 
