@@ -10,13 +10,13 @@ from __future__ import annotations
 from torch import nn
 
 
-def own_plan(model: nn.Module) -> dict[str, str]:
-    """The merged plan, its expert part last (which wins); empty for a model without one."""
-    found: dict[str, str] = {}
-    for prefix, m in model.named_modules():
-        for name in ("_tp_plan", "_ep_plan"):
-            plan = vars(m).get(name) or {}
-            found |= {f"{prefix}.{k}" if prefix else k: style for k, style in plan.items()}
-        if found:  # the outermost model knows of those inside
-            break
-    return found
+def own_plan(model: nn.Module) -> dict[str, dict[str, str]]:
+    """The merged plans: ``{"tp": {pattern: style}, "ep": {pattern: style}}``; empty for a model without any."""
+    for prefix, m in model.named_modules():  # the outermost model first: it knows of those inside
+        found = {
+            role: {f"{prefix}.{k}" if prefix else k: style for k, style in (vars(m).get(name) or {}).items()}
+            for role, name in (("tp", "_tp_plan"), ("ep", "_ep_plan"))
+        }
+        if any(found.values()):
+            return found
+    return {}

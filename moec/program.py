@@ -153,8 +153,8 @@ class Program:
     of this rank's tokens per expert."""
     why_not: list[str] = field(default_factory=list)
     """Rewrites that were looked at and declined, each with its reason."""
-    own_plan: Mapping[str, str] = field(default_factory=dict)
-    """What the model says of its own layout (``moec.own_plan``): pattern of names -> Hugging Face's style."""
+    own_plan: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """What the model says of its own layout (``moec.own_plan``): role -> pattern of names -> Hugging Face's style."""
     layout_reasons: dict[str, str] = field(default_factory=dict)
     """Parameter name -> who placed it and why."""
     repeats: tuple[Repeat, ...] = ()

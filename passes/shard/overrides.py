@@ -110,19 +110,27 @@ def _by_own_plan(params: _Params) -> None:
             where="plan",
             way_out="layout='auto' needs none; a dict of patterns says it by hand",
         )
+    roles = {r for a in program.mesh.axes for r in (a.dense, a.expert)}
     for ph, spec in program.params.items():
-        pattern, style = _own_style(spec, own)  # 1
-        why = f"hf: {style} by {pattern!r}" if style else "hf: whole, the model's plan does not name it"
-        experts = style == "grouped_gemm" and "ep" in out.dims.get(ph, {})
-        if style and not experts and style not in (*STORED, *WHOLE, *MODULES):
-            params.decline(spec, style, pattern)
-        if ph in out.at_use and style in STORED:
-            why += "; key/value heads are fewer than the ranks, so each computes them all"
-            out.reasons[ph] = why
+        said, t = [], None
+        for role in ("ep", "tp"):
+            # Experts are dealt over ep as one plan says, and cut over etp as the other does, if there are such ranks.
+            if role not in own or ("ep" in out.dims.get(ph, {}) and {"tp": "etp"}.get(role, role) not in roles):
+                continue
+            pattern, style = _own_style(spec, own[role])  # 1
+            if not style:
+                continue
+            said.append(f"hf: {style} by {pattern!r}")
+            if role == "tp":
+                t = _own_type(params, ph, style)  # 2
+            dealt = style == "grouped_gemm" and "ep" in out.dims.get(ph, {})
+            known = dealt or style in (*WHOLE, *MODULES) or (style in STORED and (t or spec.name.endswith("bias")))
+            if not known:
+                params.decline(spec, style, pattern)
+        why = "; ".join(said) or "hf: whole, the model's plan does not name it"
+        if ph in out.at_use and t is not None:
+            out.reasons[ph] = f"{why}; key/value heads are fewer than the ranks, so each computes them all"
             continue
-        t = _own_type(params, ph, style)  # 2
-        if style in STORED and t is None and not spec.name.endswith("bias"):
-            params.decline(spec, style, pattern)
         params.place(ph, t, why)
     for (node, dim), role in list(out.created.items()):  # 3
         inside = node.meta.get("where", "") + "."
