@@ -19,19 +19,20 @@ from moec.runtime.mesh import Mesh
 from moec.runtime.world import LockstepWorld
 
 IDS, LABELS = batch()
+IDS6, LABELS6 = batch(S=6)
 
 
 def compiled(model, plan: moec.Plan, world: int) -> Program:
     return moec.compile_program(model, plan, world, (IDS, LABELS), {}, training=True)
 
 
-def run(program: Program, graphs: JointGraphs, model) -> tuple[dict[str, Tensor], dict[str, Tensor], LockstepWorld]:
-    """Outputs by path and full gradients by placeholder."""
+def run(program: Program, graphs: JointGraphs, model, data: tuple[Tensor, Tensor] = (IDS, LABELS)) -> None:
+    """Outputs and full gradients must be those of the model."""
     mesh, world = program.mesh, LockstepWorld(program.mesh)
     tensors = dict(model.named_parameters())
     params = {ph: tensors[s.name] for ph, s in program.params.items()}
-    inputs = {ph: (IDS, LABELS)[int(s.path)] for ph, s in program.inputs.items()}
-    cotangents = {"0": torch.ones((), dtype=torch.float64), "1": torch.randn(*IDS.shape, 24, dtype=torch.float64)}
+    inputs = {ph: data[int(s.path)] for ph, s in program.inputs.items()}
+    cotangents = {"0": torch.ones((), dtype=torch.float64), "1": torch.randn(*data[0].shape, 24, dtype=torch.float64)}
     ranks = range(mesh.world)
     values = [simulate._rank_values(program, params, inputs, mesh, r) for r in ranks]
     with torch.no_grad():
@@ -52,12 +53,11 @@ def run(program: Program, graphs: JointGraphs, model) -> tuple[dict[str, Tensor]
             parts = simulate._reduce(parts, key, mesh)
         full[ph], apart = simulate._assemble(parts, program.params[ph].types, mesh)
         assert apart < 1e-12
-    loss, logits = model(IDS, LABELS)
+    loss, logits = model(*data)
     torch.autograd.backward([loss, logits], [cotangents["0"], cotangents["1"]])
     torch.testing.assert_close(outputs, {"0": loss.detach(), "1": logits.detach()}, rtol=1e-12, atol=1e-13)
     want = {ph: tensors[program.params[ph].name].grad for ph in graphs.params}
     torch.testing.assert_close(full, want, rtol=1e-11, atol=1e-12)
-    return outputs, full, world
 
 
 def assert_collectives(program: Program, graphs: JointGraphs) -> None:
@@ -108,14 +108,32 @@ def test_only_whole_lowered_programs():
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("degrees", "world"), [((2, 2, 4, 1), 4), ((1, 4, 2, 2), 4), ((4, 1, 2, 1), 4)])
-def test_gradients_of_layers_in_turn(degrees, world):
+def test_gradients_of_layers_in_turn():
     model = Alternating().double()
-    program = compiled(model, moec.Plan(*degrees), world)
+    program = compiled(model, moec.Plan(tp=4, ep=2, etp=2), 4)
     graphs = joint_graphs(program)
     assert graphs.pieces == 6 and graphs.distinct == 3
     assert_collectives(program, graphs)
     run(program, graphs, model)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "plan",
+    [
+        moec.Plan(dp=2, tp=2, sequence_parallel=True, ep=2),
+        moec.Plan(dp=4, fsdp=4, ep=2),
+        moec.Plan(dp=2, fsdp=True, cp=2, ep=4),
+    ],
+    ids=str,
+)
+def test_gradients_over_other_axes(plan):
+    model = Deep(layers=5).double()
+    program = moec.compile_program(model, plan, 4, (IDS6, LABELS6), {}, training=True)
+    graphs = joint_graphs(program)
+    assert (graphs.pieces, graphs.distinct) == (6, 3)
+    assert_collectives(program, graphs)
+    run(program, graphs, model, (IDS6, LABELS6))
 
 
 @pytest.mark.nightly
