@@ -32,6 +32,7 @@ from moec.passes.raise_moe import raise_moe
 from moec.passes.redundant import redundant
 from moec.passes.shard import shard
 from moec.passes.shard.custom import sharding_rule
+from moec.passes.units import units
 from moec.plan import Plan
 from moec.preflight import agree, digest
 from moec.program import Program
@@ -42,7 +43,7 @@ __all__ = [
     "PIPELINE", "JointGraphs", "compile_program", "expand", "expanded", "joint_graphs", "parallelize", "sharding_rule",
 ]  # fmt: skip
 
-PIPELINE: tuple[Pass, ...] = (normalize, raise_moe, shard, redundant, fsdp, lower)
+PIPELINE: tuple[Pass, ...] = (normalize, raise_moe, shard, redundant, fsdp, units, lower)
 
 
 def compile_program(

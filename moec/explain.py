@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +146,9 @@ def explain(target: Program | ParallelModule, sizes: Mapping[str, tuple[int, ...
     if program.training:
         again = saved_gathers(program)
         for node in reversed(nodes):
-            uses += [u for start in again.get(node, ()) for u in _uses(program, start, values, "backward", own, True)]
+            for start, elements in again.get(node, ()):
+                size = elements * start.meta["val"].dtype.itemsize
+                uses += [replace(u, bytes=size) for u in _uses(program, start, values, "backward", own, True)]
             uses += _uses(program, node, values, "backward", own)
         uses += _epilogue(program)
     places = tuple(_placement(program, s) for s in program.params.values())

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import operator
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -129,6 +130,15 @@ class Repeat:
         return [path for unit in range(self.KEPT, self.units) for path in self.layers(unit)]
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """How a whole parameter came to be: ``start`` gathers, alone or with others, dim ``dim`` of ``shard``."""
+
+    start: fx.Node
+    shard: fx.Node
+    dim: int
+
+
 @dataclass
 class Program:
     module: fx.GraphModule
@@ -196,27 +206,20 @@ class Program:
         sizes, problems = solve_sizes(found)
         return problems[:1] or size_problems(self.size_guards, sizes)
 
-    def resharded(self) -> dict[fx.Node, fx.Node]:
-        """The values of gathered parameters that are not kept for the backward -> the starts of their gathers.
+    def resharded(self) -> dict[fx.Node, Gathered]:
+        """The values of gathered parameters that are not kept for the backward -> how they were gathered.
 
-        A parameter that is used after the last gather is there when the backward begins, which needs it first: the head
-        of a language model, say.  It is kept; to gather it again would save no memory.  So are vectors, whose memory is
-        not worth a collective.
+        What the last two gathers bring is used when the forward ends, and the backward begins with it: the head of a
+        language model and its last layer, say.  It is kept; to let go of it for a moment would save no memory.  So are
+        vectors, whose memory is not worth a collective.
         """
         if "reshard_after_forward" not in self.facts:
             return {}
         order = {n: i for i, n in enumerate(self.graph.nodes)}
-        found: dict[fx.Node, fx.Node] = {}
-        for value in self.graph.nodes:
-            if "gathered" in value.meta:
-                start = value
-                while not is_start(start.target):
-                    start = next(n for n in start.all_input_nodes if "val" in n.meta)
-                found[value] = start
-        last = max((order[v] for v in found), default=0)
-        return {
-            v: start for v, start in found.items() if v.meta["val"].ndim > 1 and all(order[u] < last for u in v.users)
-        }
+        found = {value: _gathered(value) for value in order if "gathered" in value.meta}
+        starts = sorted(order[s] for s in {g.start for g in found.values()})
+        last = starts[-2:][0] if starts else 0
+        return {v: g for v, g in found.items() if v.meta["val"].ndim > 1 and all(order[u] < last for u in v.users)}
 
     def op_counts(self) -> Counter[str]:
         return Counter(op_name(n) for n in self.graph.nodes if n.op == "call_function")
@@ -244,6 +247,18 @@ class Program:
 def placeholder_name(name: str) -> str:
     """What the placeholder of a parameter or buffer is called."""
     return "p_" + re.sub(r"\W", "_", name.replace("*", "x"))
+
+
+def _gathered(value: fx.Node) -> Gathered:
+    node, index = value, 0
+    while not is_start(node.target):
+        if node.target is operator.getitem:
+            index = node.args[1]
+        node = next(n for n in node.all_input_nodes if "val" in n.meta)
+    shard, dim = node.args[:2]
+    if op_name(shard) == "moec.pack":
+        shard, dim = shard.args[0][index], shard.args[2][index]
+    return Gathered(node, shard, dim)
 
 
 def op_name(node: fx.Node) -> str:

@@ -18,20 +18,24 @@ from moec.program import Program
 from moec.runtime.torch_compat import WAIT, fake_mode_of, python_dispatcher
 
 
-def saved_gathers(program: Program) -> dict[fx.Node, list[fx.Node]]:
-    """The last node (in graph order) that saves a gathered parameter -> starts of the gathers its backward opens."""
+def saved_gathers(program: Program) -> dict[fx.Node, list[tuple[fx.Node, int]]]:
+    """The last node (in graph order) that saves a gathered parameter -> what its backward gathers again: the start of
+    the gather, and how many elements come of it, since of several parameters only those that are saved are."""
     mode = fake_mode_of(n.meta["val"] for n in program.placeholders() if "val" in n.meta)
     gathers = program.resharded()
     if mode is None or not gathers:
         return {}
-    starts: dict[StorageWeakRef, fx.Node] = {}
+    values: dict[StorageWeakRef, fx.Node] = {}
     saved_by: dict[fx.Node, fx.Node] = {}  # start -> the last node that saves what it gathered
+    elements: dict[fx.Node, dict[fx.Node, int]] = defaultdict(dict)  # start -> value that is saved -> elements
     now: fx.Node | None = None
 
     def pack(saved: Tensor) -> None:
-        start = starts.get(StorageWeakRef(saved.untyped_storage()))
-        if start is not None and now is not None:
-            saved_by[start] = now
+        value = values.get(StorageWeakRef(saved.untyped_storage()))
+        if value is not None and now is not None:
+            how = gathers[value]
+            saved_by[how.start] = now
+            elements[how.start][value] = env[how.shard].numel() * how.start.args[2]
 
     env: dict[fx.Node, Any] = {}
     with (
@@ -49,10 +53,10 @@ def saved_gathers(program: Program) -> dict[fx.Node, list[fx.Node]]:
                 args, kwargs = fx.node.map_arg((now.args, now.kwargs), env.__getitem__)
                 env[now] = args[0] if now.target is WAIT else now.target(*args, **kwargs)
                 if now in gathers:
-                    starts[StorageWeakRef(env[now].untyped_storage())] = gathers[now]
-    found: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+                    values[StorageWeakRef(env[now].untyped_storage())] = now
+    found: dict[fx.Node, list[tuple[fx.Node, int]]] = defaultdict(list)
     for start, node in saved_by.items():
-        found[node].append(start)
+        found[node].append((start, sum(elements[start].values())))
     return dict(found)
 
 

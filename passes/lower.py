@@ -20,7 +20,7 @@ from torch import fx
 
 from moec.passes.contract import Pass, PassContract
 from moec.plan import Plan
-from moec.program import Program
+from moec.program import Gathered, Program
 from moec.runtime.collectives import TABLE, collective, group_of
 from moec.runtime.reshard import RESHARDING, gathered
 
@@ -60,14 +60,13 @@ def bind(program: Program, names: dict[str, str]) -> Program:
     return bound
 
 
-def _reshard(program: Program, resharded: dict[fx.Node, fx.Node]) -> None:
+def _reshard(program: Program, resharded: dict[fx.Node, Gathered]) -> None:
     graph = program.graph
     with graph.inserting_before(next(iter(graph.nodes))):
         resharding = graph.placeholder(RESHARDING)
-    for value, start in resharded.items():
-        source, dim, size, group = start.args
+    for value, how in resharded.items():
         with graph.inserting_after(value):
-            args = (resharding, value, source, dim, size, group, value.meta["gathered"])
+            args = (resharding, value, how.start.name, how.shard, how.dim, *how.start.args[2:], value.meta["gathered"])
             noted = graph.call_function(gathered, args)
         noted.meta.update(value.meta)
         del value.meta["gathered"]

@@ -10,7 +10,8 @@ every gather of the graph is followed by a call of ``gathered``, and
 
 1. ``gathered`` notes the storage of the whole parameter, without keeping it alive, and how it was made;
 2. a tensor that autograd saves and that lies in such a storage is replaced by a handle: where in it the tensor lay;
-3. the first handle of a parameter that a backward opens gathers it again, the last one lets go of it.
+3. the first handle that a backward opens gathers what was gathered with that parameter again (as far as it is saved),
+   the last one of each parameter lets go of it.
 
 Backwards run the same nodes in the same order on every rank, so ranks gather in the same order.  Whoever changes a
 saved tensor or a parameter between forward and backward is told so, as autograd does where there are no hooks.
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .errors import MoecError
 from .ops.convert import convert
+from .ops.pack import flatten_shapes, pack, unpack
 
 RESHARDING = "resharding"
 """Name of the placeholder of a graph that takes the ``Resharding`` of a run, or None."""
@@ -36,11 +38,11 @@ Runs = tuple[tuple[int, int], ...]
 
 
 def gathered(
-    resharding: Resharding | None, whole: Tensor, local: Tensor, dim: int, size: int, group: str, runs: Runs
+    resharding: Resharding | None, whole: Tensor, unit: str, local: Tensor, dim: int, size: int, group: str, runs: Runs
 ) -> Tensor:
-    """``whole``, which was gathered from ``local``; without a ``resharding`` nothing else."""
+    """``whole``, gathered from ``local`` by the collective ``unit``; without a ``resharding`` nothing else."""
     if resharding is not None:
-        resharding.note(whole, local.detach(), dim, size, group, runs)
+        resharding.note(whole, unit, local.detach(), dim, size, group, runs)
     return whole
 
 
@@ -51,14 +53,40 @@ def unpadded(padded: Tensor, dim: int, runs: Runs) -> Tensor:
 
 
 @dataclass
+class _Unit:
+    """Parameters that one collective gathers, at first and again."""
+
+    size: int
+    group: str
+    parameters: list[_Parameter] = field(default_factory=list)
+    ready: dict[int, Tensor] = field(default_factory=dict)
+    """Gathered and not yet fetched, by position."""
+
+    def fetch(self, parameter: _Parameter) -> Tensor:
+        if parameter.position not in self.ready:
+            needed = [p for p in self.parameters if p.handles]
+            self.ready = {p.position: x for p, x in zip(needed, self._gather(needed), strict=True)}
+        return self.ready.pop(parameter.position)
+
+    def _gather(self, needed: list[_Parameter]) -> list[Tensor]:
+        if len(needed) == 1:
+            return [convert("s_to_r", needed[0].local, needed[0].dim, 0, self.size, self.group)]
+        dims, shapes = [p.dim for p in needed], [list(p.local.shape) for p in needed]
+        for shape, dim in zip(shapes, dims, strict=True):
+            shape[dim] *= self.size
+        flat = convert("s_to_r", pack([p.local for p in needed], 1, dims), 0, 0, self.size, self.group)
+        return unpack(flat, self.size, dims, flatten_shapes(shapes))
+
+
+@dataclass
 class _Parameter:
+    unit: _Unit
+    position: int
     local: Tensor
     owner: Tensor
     """What the user holds and may change: of a DTensor's part only the DTensor counts versions."""
     version: int
     dim: int
-    size: int
-    group: str
     runs: Runs
     handles: int = 0
     """How many tensors autograd saves of it."""
@@ -70,7 +98,7 @@ class _Parameter:
         whole = self.whole
         if whole is None:
             with torch.no_grad():
-                whole = unpadded(convert("s_to_r", self.local, self.dim, 0, self.size, self.group), self.dim, self.runs)
+                whole = unpadded(self.unit.fetch(self), self.dim, self.runs)
         self.opened = (self.opened + 1) % self.handles
         self.whole = whole if self.opened else None
         return whole
@@ -100,14 +128,17 @@ class Resharding:
 
     def __init__(self, owners: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
         self._owners = {StorageWeakRef(local.untyped_storage()): owner for local, owner in owners}
+        self._units: dict[str, _Unit] = {}
         self._parameters: dict[StorageWeakRef, _Parameter] = {}
 
     def hooks(self) -> AbstractContextManager:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def note(self, whole: Tensor, local: Tensor, dim: int, size: int, group: str, runs: Runs) -> None:
+    def note(self, whole: Tensor, unit: str, local: Tensor, dim: int, size: int, group: str, runs: Runs) -> None:
         owner = self._owners.get(StorageWeakRef(local.untyped_storage()), local)  # a padded part is a copy
-        parameter = _Parameter(local, owner, owner._version, dim, size, group, runs)
+        of = self._units.setdefault(unit, _Unit(size, group))
+        parameter = _Parameter(of, len(of.parameters), local, owner, owner._version, dim, runs)
+        of.parameters.append(parameter)
         self._parameters[StorageWeakRef(whole.untyped_storage())] = parameter
 
     def _pack(self, saved: Tensor) -> _Kept | _Handle:

@@ -49,9 +49,10 @@ def test_counts_and_bytes_are_those_of_a_run(captured, monkeypatch, degrees, B, 
         return c.kind, c.group, c.phase, c.node
 
     moving = [e for e in result.log if any(e.bytes)]
-    # The simulated world keeps what it gathered; that real ranks gather again is measured in test_fsdp_gloo.py.
+    # One layer and a head are kept for the backward.  Experts that other ranks share make two gathers of the layer, of
+    # which the first is made again; the simulated world keeps what it gathered (real ranks: test_fsdp_gloo.py).
     again = [c for c in explained.collectives if (c.phase, c.kind, c.traffic) == ("backward", "s_to_r", "parameter")]
-    assert bool(again) == bool(fsdp)
+    assert bool(again) == bool(fsdp and dp * tp > ep > 1)
     inside = [c for c in explained.collectives if c.phase != "epilogue" and c not in again]
     assert moving
     assert Counter(map(key, inside)) == Counter(map(key, moving))

@@ -55,13 +55,19 @@ WIDER = [
 
 
 @cache
-def compiled(shape: Shape, degrees: tuple[int, ...]) -> tuple[tuple[str, Program], ...]:
+def compiled(shape: Shape, degrees: tuple[int, ...], units: bool = True) -> tuple[tuple[str, Program], ...]:
+    """The program after every pass; without ``units`` every parameter is gathered by itself."""
     dp, tp, ep, etp, fsdp = degrees
     plan, stages = Plan(dp, tp, ep, etp, fsdp=fsdp), []
     plan.validate(dp * tp)
     program = replace(captured(shape).fork(), mesh=plan.mesh(dp * tp))
-    manager.run(program, plan, PIPELINE, observe=lambda n, p: stages.append((n, p)))
+    passes = [p for p in PIPELINE if units or p.name != "units"]
+    manager.run(program, plan, passes, observe=lambda n, p: stages.append((n, p)))
     return tuple(stages)
+
+
+def one_by_one(shape: Shape, degrees: tuple[int, ...]) -> Program:
+    return compiled(shape, degrees, units=False)[-1][1]
 
 
 def error(shape: Shape, degrees: tuple[int, ...], seed: int = 1, skew: float = 2.0, passes: int = 1) -> float:
@@ -103,7 +109,7 @@ def gather_chain(program: Program, placeholder: fx.Node) -> list[str]:
 
 def test_every_parameter_is_gathered_once_and_its_gradient_reduced_on_the_shard() -> None:
     shape, degrees = Shape(biased=True), (4, 2, 2, 2, 2)  # copies over dpr, shards over dp and edp
-    program = compiled(shape, degrees)[-1][1]
+    program = one_by_one(shape, degrees)
     mesh = program.mesh
     whole = [w for w in program.why_not if w.startswith("fsdp")]
     for node in program.placeholders():
@@ -128,7 +134,7 @@ def test_every_parameter_is_gathered_once_and_its_gradient_reduced_on_the_shard(
 
 
 def test_experts_of_a_block_are_gathered_together_before_the_dispatch() -> None:
-    program = compiled(Shape(biased=True, layers=2), (4, 1, 2, 1, 4))[-1][1]
+    program = one_by_one(Shape(biased=True, layers=2), (4, 1, 2, 1, 4))
     order = {n: i for i, n in enumerate(program.graph.nodes)}
     permutes = [order[n] for n in program.graph.nodes if n.op == "call_function" and op_name(n) == "moec.permute"]
     for block, permute in zip(program.blocks, permutes, strict=True):
@@ -140,7 +146,7 @@ def test_experts_of_a_block_are_gathered_together_before_the_dispatch() -> None:
 
 
 def test_a_parameter_is_gathered_right_before_its_first_use() -> None:
-    program = compiled(Shape(), (4, 1, 1, 1, 4))[-1][1]
+    program = one_by_one(Shape(), (4, 1, 1, 1, 4))
     nodes = list(program.graph.nodes)
     stacked = {n for b in program.blocks for n in b.stacked}
     seen = 0
@@ -237,7 +243,7 @@ def first_gather(program: Program) -> fx.Node:
 
 def test_the_verifier_refuses_a_gather_that_would_mix_shards() -> None:
     """A strided shard may be gathered inside the shards that tp keeps, a plain one may not."""
-    program = compiled(Shape(biased=True), (2, 2, 1, 2, 2))[-1][1].fork()
+    program = one_by_one(Shape(biased=True), (2, 2, 1, 2, 2)).fork()
     name = next(p for p, s in program.params.items() if s.name == "layers.0.attention.q.bias")
     spec = program.params[name]
     (axis,) = program.mesh.role("fsdp")
@@ -251,7 +257,7 @@ def test_the_verifier_refuses_a_gather_that_would_mix_shards() -> None:
 
 
 def test_the_verifier_refuses_a_shard_that_is_used_without_its_gather() -> None:
-    program = compiled(Shape(), (4, 1, 1, 1, 4))[-1][1].fork()
+    program = one_by_one(Shape(), (4, 1, 1, 1, 4)).fork()
     value = next(n for n in program.graph.nodes if "gathered" in n.meta and n.meta["val"].shape == (HIDDEN,))
     start = value.args[0]
     value.replace_all_uses_with(start.args[0])
@@ -262,7 +268,7 @@ def test_the_verifier_refuses_a_shard_that_is_used_without_its_gather() -> None:
 def test_a_dropped_reduction_over_the_copies_is_seen() -> None:
     """HSDP: without the epilogue's sum over the copies every gradient is wrong."""
     shape, degrees = Shape(), (4, 1, 1, 1, 2)
-    program = compiled(shape, degrees)[-1][1].fork()
+    program = one_by_one(shape, degrees).fork()
     assert set(program.grad_reductions.values()) == {"dpr_edp"}
     truth = oracle(build(shape, 1, 2.0), Batch(4, 3, 1, 4))
     program.grad_reductions = {}
@@ -271,8 +277,7 @@ def test_a_dropped_reduction_over_the_copies_is_seen() -> None:
 
 # ------------------------------------------------------------------------------------------------ communication
 
-NEEDED = ("attention.q.", "attention.k.", "attention.v.", "attention.o.", "router.", "shared_up.", "shared_down.",
-          "shared_gate.")  # fmt: skip
+NEEDED = ("attention.q.", "attention.k.", "attention.v.", "attention.o.", "router.", "shared_up.", "shared_gate.")
 
 
 def traffic(program: Program) -> dict[tuple[str, str, str], tuple[int, int]]:
@@ -294,8 +299,9 @@ def whole(program: Program, *names: str) -> tuple[int, int]:
 
 def test_closed_form_of_a_dense_and_a_moe_layer() -> None:
     """Gathered once in the forward; again in the backward only weights that gradients need: the biases of linears and
-    experts need none, vectors and the tied head are kept.  Every gradient is reduce-scattered once."""
-    program = compiled(Shape(biased=True), (4, 1, 1, 1, 4))[-1][1]
+    experts need none, vectors and the last two (the shared expert's down projection, the head's bias) are kept.  Every
+    gradient is reduce-scattered once."""
+    program = one_by_one(Shape(biased=True), (4, 1, 1, 1, 4))
     again = [n + "weight" for n in NEEDED] + ["moe.gate_up", "moe.down"]
     n, size = whole(program, *again)
     biases = whole(program, "moe.gate_up_bias", "moe.down_bias")
@@ -314,7 +320,7 @@ def test_closed_form_of_a_dense_and_a_moe_layer() -> None:
 
 def test_closed_form_with_copies() -> None:
     """HSDP: half the ranks share, and the epilogue sums the shards over the copies: half of every parameter."""
-    program = compiled(Shape(), (4, 1, 1, 1, 2))[-1][1]
+    program = one_by_one(Shape(), (4, 1, 1, 1, 2))
     t = traffic(program)
     count, size = whole(program)
     assert t["forward", "all_gather", "dp_edp"] == t["backward", "reduce_scatter", "dp_edp"] == (count, size)
@@ -324,7 +330,7 @@ def test_closed_form_with_copies() -> None:
 
 def test_closed_form_of_key_value_heads_that_tensor_parallelism_does_not_cut() -> None:
     """Two key/value heads on four tp ranks are whole there: their shards' gradients are summed over tp besides."""
-    program = compiled(Shape(kv_heads=2), (2, 4, 1, 4, 2))[-1][1]
+    program = one_by_one(Shape(kv_heads=2), (2, 4, 1, 4, 2))
     t = traffic(program)
     assert t["forward", "all_gather", "dp_edp"] == t["backward", "reduce_scatter", "dp_edp"] == whole(program)
     heads = whole(program, "attention.k.weight", "attention.v.weight", "q_norm")[1]

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from functools import cache, partial
 
 import grid
@@ -16,6 +17,7 @@ import moec
 from moec import compiler
 from moec.runtime.ops import convert
 from moec.runtime.reshard import Resharding
+from moec.runtime.torch_compat import DispatchMode, is_fake
 from moec.state import checkpointable
 
 pytestmark = pytest.mark.timeout(300)  # four processes compile on what may be two busy cores
@@ -93,11 +95,12 @@ def test_trains_like_one_device(gloo4, kind, plan):
 # ------------------------------------------------------------------------------- memory, and what is communicated
 
 
-class Wire:
+class Wire(DispatchMode):
     """What goes over the wire in all-gathers and reduce-scatters: (primitive, bytes) of each, and whether the whole
-    tensors that were gathered are still alive."""
+    tensors that were gathered (or taken from what was) are still alive."""
 
     def __init__(self, monkeypatch) -> None:
+        super().__init__()
         self.calls: list[tuple[str, int]] = []
         self.whole: list[tuple[StorageWeakRef, int]] = []
         for primitive in ("all_gather", "reduce_scatter"):
@@ -110,6 +113,13 @@ class Wire:
             self.whole.append((StorageWeakRef(out.untyped_storage()), out.nbytes))
         return original(out, x, **kwargs)
 
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        # What explain runs on fake tensors takes no memory.
+        if func is torch.ops.moec.unpack.default and args[1] > 1 and not is_fake(args[0]):
+            self.whole += [(StorageWeakRef(x.untyped_storage()), x.nbytes) for x in out]
+        return out
+
     def alive(self) -> int:
         return sum(n for ref, n in self.whole if not ref.expired())
 
@@ -119,11 +129,11 @@ class Wire:
 
 
 def gathers_again(rank, world, degrees, reshard):
-    net, data = grid.build("plain"), grid.batch()
+    net, data = grid.build("plain", replace(grid.SIZES, layers=4)), grid.batch()
     ref = grid.reference(net)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        model = grid.parallelize("plain", net, moec.Plan(**degrees, reshard_after_forward=reshard), data)
-        wire = Wire(monkeypatch)
+    plan = moec.Plan(**degrees, reshard_after_forward=reshard)
+    model = moec.parallelize(net, plan, example_kwargs=data)
+    with pytest.MonkeyPatch.context() as monkeypatch, Wire(monkeypatch) as wire:
         mine = moec.shard_batch(data, model)
         loss = model(**mine)["loss"]
         alive = wire.alive()
@@ -175,17 +185,18 @@ def gathers_again(rank, world, degrees, reshard):
             except moec.MoecError as e:
                 changed = str(e)
     whole = sum(c.bytes for c in explained.collectives if (c.phase, c.primitive) == ("forward", "all_gather"))
-    kept = net.get_parameter("head.weight").nbytes + sum(p.nbytes for p in net.parameters() if p.ndim < 2)
-    return alive, max(most, default=0), whole, kept, changed
+    layer = sum(p.nbytes for n, p in net.named_parameters() if n.startswith("layers.3."))
+    kept = layer + net.get_parameter("head.weight").nbytes + sum(p.nbytes for p in net.parameters() if p.ndim < 2)
+    return alive, max(most, default=0), whole, kept, layer, changed
 
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_gathered_parameters_are_not_kept_for_the_backward(gloo4, reshard):
     results = gloo4.run(gathers_again, PLANS["fsdp"], reshard, timeout=280)
-    for alive, most, whole, kept, changed in results:
+    for alive, most, whole, kept, layer, changed in results:
         if reshard:
-            assert 0 < alive <= kept < whole / 8  # between forward and backward: what the backward needs at once
-            assert 0 < most - kept <= whole / 4  # in the backward: those of one op at a time
+            assert 0 < alive <= kept < whole / 2  # between forward and backward: the last layer, head and vectors
+            assert 0 < most - alive <= 1.1 * layer  # in the backward: one more layer at a time
             assert "was changed between forward and backward" in changed
         else:
             assert alive >= whole * 0.9  # all but the embedding, biases and the like

@@ -15,6 +15,7 @@ from moec.passes.shard.convert import dealt_blocks
 from moec.passes.shard.rule import differentiable, is_getitem, operands
 from moec.passes.shard.rules import is_creation, rule_for
 from moec.passes.shard.solve import Operand, solve
+from moec.passes.units import packed_types
 from moec.placement import I, P, R, S, Type, Types, V, show
 from moec.program import Program, op_name
 from moec.runtime.collectives import collective, group_of, is_wait
@@ -69,6 +70,10 @@ def _derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
         return _convert(program, node, derived[node.args[0]], entry)
     ops = operands(node)
     types = [derived[o] if o.meta["grad"] else _neutral(derived[o]) for o in ops]
+    if name == "moec.pack":
+        return _pack(node, types)
+    if name == "moec.unpack":
+        return _unpack(node, derived)
     if entry is not None or (name.startswith("moec.") and name not in BY_THE_TABLE):
         return _moe(program, node, name, types)
     if (
@@ -123,6 +128,33 @@ def _convert(program: Program, node: fx.Node, source: Types, entry) -> Types:
             )
         out[axis] = becomes if entry.dest == "S" else Type(entry.dest)
     return out
+
+
+def _pack(node: fx.Node, types: list[Types]) -> Types:
+    """Shards as one vector, for the gather that follows: each is sharded there, on the dim that is to be whole."""
+    user = next(iter(node.users))
+    entry = collective(user.target)
+    if entry is None or entry.primitive != "all_gather" or len(node.users) != 1 or node.args[1] != 1:
+        raise MoecError(f"{node.format_node()} does not feed one gather", where=node.meta.get("where", ""))
+    axes = group_of(user).split(",")
+    for t, dim in zip(types, node.args[2], strict=True):
+        for a in axes:
+            if t[a].kind != "S" or t[a].dim != dim:
+                raise MoecError(
+                    f"{node.format_node()} has an operand of type {t[a]} on {a}, to be gathered on dim {dim}",
+                    where=node.meta.get("where", ""),
+                )
+    return packed_types(types, axes)
+
+
+def _unpack(node: fx.Node, derived) -> list[Types]:
+    """On the gathered axes what the vector is; on others what the shards were that it was packed of."""
+    started = node.args[0].args[0]
+    source = started.args[0] if started.args else None
+    if source is None or op_name(source) != "moec.pack" or node.args[2] != source.args[2]:
+        raise MoecError(f"{node.format_node()} takes apart what was not packed so", where=node.meta.get("where", ""))
+    whole, axes = derived[node.args[0]], group_of(started).split(",")
+    return [{a: whole[a] if a in axes else t for a, t in derived[x].items()} for x in source.args[0]]
 
 
 def _moe(program: Program, node: fx.Node, name: str, types: list[Types]) -> Types | list[Types]:
