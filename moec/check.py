@@ -19,6 +19,7 @@ from moec import simulate
 from moec.capture.examples import dummy_examples, flatten_call
 from moec.capture.skeleton import replica
 from moec.compiler import compile_program, expanded
+from moec.grouped import PlainGroupedMM
 from moec.inputs import counts_as_tensors
 from moec.plan import Plan
 from moec.program import ParamSpec, Program
@@ -168,7 +169,7 @@ class _Oracle:
             self.module.named_buffers(remove_duplicate=False)
         )
         self.args, self.kwargs = pytree.tree_map_only(Tensor, up, (args, kwargs))
-        with Promoted():
+        with PlainGroupedMM(), Promoted():
             out = self.module(*self.args, **self.kwargs)
             if loss_fn is not None:
                 out = {"loss": loss_fn(out, *self.args, **self.kwargs), "output": out}

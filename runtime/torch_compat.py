@@ -35,6 +35,9 @@ OpOverload = torch._ops.OpOverload
 DispatchMode = TorchDispatchMode
 """Sees every operator call below autograd."""
 
+GROUPED_MM = torch._grouped_mm
+"""What ``torch.nn.functional.grouped_mm`` calls."""
+
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 """The wait node of a start op: returns its input once the collective that fills it has finished (differentiable)."""
 

@@ -357,8 +357,33 @@ class CallsExperts(Stacked):
         return out
 
 
+class GroupedBefore(Stacked):
+    """``grouped_mm`` over sorted pairs that the weights have scaled before."""
+
+    def pairs(self, x: Tensor, w: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        order = ids.reshape(-1).argsort(stable=True)
+        ends = torch.bincount(ids.reshape(-1), minlength=E).cumsum(0).to(torch.int32)
+        token = order // self.k
+        return x[token], w.reshape(-1)[order, None], token, ends
+
+    def mix(self, x, w, ids):
+        rows, w, token, ends = self.pairs(x, w, ids)
+        h = self.glu(F.grouped_mm(rows * w, self.w13, offs=ends))
+        return torch.zeros_like(x).index_add(0, token, F.grouped_mm(h, self.w2, offs=ends))
+
+
+class GroupedAfter(GroupedBefore):
+    """The same with weights behind."""
+
+    def mix(self, x, w, ids):
+        rows, w, token, ends = self.pairs(x, w, ids)
+        h = self.glu(F.grouped_mm(rows, self.w13, offs=ends))
+        return torch.zeros_like(x).index_add(0, token, F.grouped_mm(h, self.w2, offs=ends) * w)
+
+
 SPELLINGS = (
     GatheredEinsum, GatheredMatmul, GatheredBmm, DenseEinsum, DenseBmm, DenseWhere, DenseFirst, IndexCopy,
     SortedSegments, PaddedBmm, Capacity, Switch, WeightedBefore, WeightedBeforeDense, WeightedBetween,
     WeightedBetweenLoop, TopOneSigmoid, ScaledExperts, ScaledStacked, SharedFirst, SharedLast, CallsExperts,
+    GroupedBefore, GroupedAfter,
 )  # fmt: skip

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from moec.grouped import PlainGroupedMM
 from moec.program import Program
 from moec.runtime import torch_compat
 from moec.runtime.errors import MoecError
@@ -111,7 +112,8 @@ def capture(
         )
 
     def run(thin: Thin) -> Program:
-        return _capture(model, call, training, dict(inputs or {}), loss_fn, thin)
+        with PlainGroupedMM():
+            return _capture(model, call, training, dict(inputs or {}), loss_fn, thin)
 
     repeats = find_repeats(model) if reduced else ()  # 2
     why_not = []

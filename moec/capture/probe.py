@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from moec.grouped import PlainGroupedMM
 from moec.runtime.torch_compat import expr
 
 from .guide import Guide
@@ -165,7 +166,7 @@ def probe(guide: Guide, module: nn.Module, recipe: Recipe, *, training: bool) ->
         args, kwargs = recipe.make(sizes, guide.owner.num_experts, g, promote=True, **inputs)
         leaves = [t.requires_grad_() if t.is_floating_point() else t for t in walk((args, kwargs))]
         try:
-            with Promote():
+            with PlainGroupedMM(), Promote():
                 want = _outputs_and_grads(twin, twin.forward, args, kwargs, leaves)
         except Exception as e:  # the module itself cannot do this (a single token, say): nothing to compare with
             first_error = first_error or f"{type(e).__name__}: {e}"
@@ -173,7 +174,7 @@ def probe(guide: Guide, module: nn.Module, recipe: Recipe, *, training: bool) ->
         if style is TIES and not all(t is None or bool(t.isfinite().all()) for t in want[1]):
             continue  # weights that are divided by their sum, which is zero
         try:
-            with Promote():
+            with PlainGroupedMM(), Promote():
                 got = _outputs_and_grads(twin, _raised(guide, twin), args, kwargs, leaves)
         except Refused:
             raise
