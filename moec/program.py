@@ -198,7 +198,7 @@ class Program:
         """Which assumptions of capture inputs of these shapes (by placeholder, a dp-th of the batch) do not meet."""
         found = []
         for node in self.placeholders():
-            if node.name in self.inputs and node.name in shapes:
+            if node.name in self.inputs and node.name in shapes and "val" in node.meta:
                 spec = self.inputs[node.name]
                 for dim, (size, n) in enumerate(zip(node.meta["val"].shape, shapes[node.name], strict=True)):
                     scale = dp if dim == spec.batch_dim else 1
