@@ -103,8 +103,8 @@ def compiled(rank, world, name, degrees, only=None):
         ("3 heads", {"tp": 2}, ["layers.0.attention", "tp=2 does not divide the 3 heads", "nearest degrees that work"]),
         ("6 experts", {"ep": 4}, ["layers.0.moe", "ep=4 does not divide the 6 experts"]),
         ("width 18", {"tp": 4}, ["layers.0.moe", "etp=4 does not divide the 18 heads or width"]),
-        ("cdist", {"tp": 2}, ["no sharding rule for aten", "cdist", "way out: declare its dims, say moec.sharding_rule("]),
-        ("renorm", {"dp": 4}, ["no sharding rule for aten", "renorm", "way out: declare its dims, say moec.sharding_rule("]),
+        ("cdist", {"tp": 2}, ["no sharding rule for aten", "cdist", "declare its dims, say moec.sharding_rule("]),
+        ("renorm", {"dp": 4}, ["no sharding rule for aten", "renorm", "declare its dims, say moec.sharding_rule("]),
         (
             "dropout",
             {"dp": 4},

@@ -190,7 +190,7 @@ def gathers_again(rank, world, degrees, reshard):
     return alive, max(most, default=0), whole, kept, layer, changed
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_gathered_parameters_are_not_kept_for_the_backward(gloo4, reshard):
     results = gloo4.run(gathers_again, PLANS["fsdp"], reshard, timeout=280)
     for alive, most, whole, kept, layer, changed in results:
@@ -262,7 +262,11 @@ UNEVEN = {"dp": 4, "fsdp": True}
 STRIDED = {"dp": 2, "tp": 2, "etp": 2, "fsdp": True}
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(UNEVEN, STRIDED), (STRIDED, UNEVEN), (STRIDED, {"dp": 4, "ep": 2})])
+@pytest.mark.parametrize(("saved", "loaded"), [
+    (UNEVEN, STRIDED),
+    pytest.param(STRIDED, UNEVEN, marks=pytest.mark.nightly),
+    pytest.param(STRIDED, {"dp": 4, "ep": 2}, marks=pytest.mark.nightly),
+])  # fmt: skip
 def test_a_checkpoint_of_one_plan_loads_under_another(gloo4, saved, loaded):
     with tempfile.TemporaryDirectory() as folder:
         gloo4.run(checkpoint, folder, saved, loaded, timeout=280)

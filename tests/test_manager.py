@@ -52,7 +52,7 @@ def test_nothing_runs_before_the_schedule_is_known_to_hold() -> None:
 
 def test_the_pipeline_is_a_right_schedule() -> None:
     manager.validate_schedule({"captured"}, PIPELINE)
-    assert [p.name for p in PIPELINE] == ["normalize", "raise_moe", "shard", "redundant", "fsdp", "lower"]
+    assert [p.name for p in PIPELINE] == ["normalize", "raise_moe", "shard", "redundant", "fsdp", "units", "lower"]
     assert all(p.contract.preserves_values for p in PIPELINE)
 
 

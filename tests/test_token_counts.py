@@ -47,18 +47,19 @@ def test_other_lengths_on_another_rank_are_refused_when_lengths_are_tied(tied):
     # What ranks compare first: unequal vectors lead to the verdict.
     assert (reports[0].vector()[2] != reports[1].vector()[2]) is tied
     if tied:
-        assert "computes with the number of tokens" in str(_verdict(reports, ((0,), (1,))))
+        assert "computes with the number of tokens" in str(_verdict(reports, ((0,), (1,)), "tp"))
 
 
 class Elsewhere(nn.Module):
-    """The experts' stacked weights, in a module that does not loop."""
+    """An expert that joins two parameters before it uses them, which capture does not follow."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.w = nn.Parameter(torch.randn(4, 8, 8) * 0.3)
+        self.w, self.v = (nn.Parameter(torch.randn(4, 8, 8) * 0.3) for _ in range(2))
 
     def forward(self, e: int, x):
-        return x @ self.w[e]
+        left, right = (x @ torch.cat([self.w[e], self.v[e]], 1)).chunk(2, -1)
+        return left * right
 
 
 class Unraised(nn.Module):
@@ -90,5 +91,5 @@ def test_a_block_that_is_not_raised_runs_on_one_rank_as_it_is():
 
 
 def test_expert_parallelism_without_a_block_is_refused():
-    with pytest.raises(moec.MoecError, match="ep=2 shards experts, and no MoE block was found"):
+    with pytest.raises(moec.MoecError, match="MoE block not raised: no output equals"):
         moec.check(Unraised(), moec.Plan(ep=2), example_inputs=(torch.randn(6, 8),), world_size=2)
