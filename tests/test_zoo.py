@@ -62,7 +62,7 @@ def prove(family: str, plan: tuple[int, int, int, int]) -> None:
     assert report.passes[-1].name == "lower"
 
 
-@pytest.mark.nightly  # by day every family meets one plan in test_covering.py
+@pytest.mark.nightly  # by day five families meet one plan each in test_covering.py
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(family: str) -> None:
     prove(family, BY_DEFAULT[family])
