@@ -30,7 +30,7 @@ from moec import shards
 from moec.epilogue import Reduction, enter, to_local
 from moec.inputs import Call, bind, canonical, counts_as_tensors
 from moec.placement import R, Types, show
-from moec.preflight import Report, alone, exchange, local_problems, values_digest
+from moec.preflight import Report, alone, exchange, local_problems, require_same, values_digest
 from moec.program import EQUAL_LENGTHS, OutputSpec, ParamSpec, Program
 from moec.runtime.errors import MoecError
 from moec.runtime.groups import Groups
@@ -359,37 +359,6 @@ def bind_or_report(model: ParallelModule, args: tuple[Any, ...], kwargs: dict[st
     except MoecError as e:
         model._agree(Report("", problems=[str(e)]))
         raise
-
-
-def require_same(tensors: Mapping[str, Tensor], world: int, where: str) -> None:
-    """Collective over the world: raise the same MoecError on all ranks unless names, shapes and values are equal."""
-    mine = {name: (tuple(t.shape), str(t.dtype), _checksum(t)) for name, t in tensors.items()}
-    gathered: list[dict[str, Any]] = [mine] * world
-    dist.all_gather_object(gathered, mine)
-    first = gathered[0]
-    for rank, other in enumerate(gathered):
-        if other.keys() != first.keys():
-            odd = sorted(other.keys() ^ first.keys())
-            raise MoecError(f"rank {rank} and rank 0 differ in their tensors: {', '.join(odd[:5])}", where=where)
-        differ = [name for name in first if other[name] != first[name]]
-        if differ:
-            raise MoecError(
-                f"{len(differ)} of {len(first)} tensors differ between rank {rank} and rank 0, the first being "
-                f"{differ[0]!r}",
-                where=where,
-                way_out="build the same model on every rank: the same seed, or the same checkpoint",
-            )
-
-
-def _checksum(t: Tensor) -> int:
-    """Position-dependent sum of the bits; 0 on the meta device, where there are none."""
-    if t.device.type == "meta" or not t.numel():
-        return 0
-    flat = (torch.view_as_real(t) if t.is_complex() else t).detach().reshape(-1)
-    words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-    head = words[: words.numel() // 4096 * 4096].view(-1, 4096)
-    rows = torch.cat([head.sum(1, dtype=torch.int64), words[head.numel() :].sum(dtype=torch.int64).view(1)])
-    return int((rows * torch.arange(1, rows.numel() + 1, device=rows.device)).sum())
 
 
 def _tensors(source: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:

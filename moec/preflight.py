@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -119,6 +120,37 @@ def agree(key: str, error: Exception | None, where: str) -> None:
         raise _error([f"{_ranks(ranks)}: {e}" for e, ranks in errors if e is not None], where, way_out) from error
     if len(keys := _by_value([k for k, _ in gathered])) > 1:
         raise _error([f"the ranks differ: {_listed(keys)}"], where, way_out)
+
+
+def require_same(tensors: Mapping[str, Tensor], world: int, where: str) -> None:
+    """Collective over the world: raise the same MoecError on all ranks unless names, shapes and values are equal."""
+    mine = {name: (tuple(t.shape), str(t.dtype), _checksum(t)) for name, t in tensors.items()}
+    gathered: list[dict[str, Any]] = [mine] * world
+    dist.all_gather_object(gathered, mine)
+    first = gathered[0]
+    for rank, other in enumerate(gathered):
+        if other.keys() != first.keys():
+            odd = sorted(other.keys() ^ first.keys())
+            raise MoecError(f"rank {rank} and rank 0 differ in their tensors: {', '.join(odd[:5])}", where=where)
+        differ = [name for name in first if other[name] != first[name]]
+        if differ:
+            raise MoecError(
+                f"{len(differ)} of {len(first)} tensors differ between rank {rank} and rank 0, the first being "
+                f"{differ[0]!r}",
+                where=where,
+                way_out="build the same model on every rank: the same seed, or the same checkpoint",
+            )
+
+
+def _checksum(t: Tensor) -> int:
+    """Position-dependent sum of the bits; 0 on the meta device, where there are none."""
+    if t.device.type == "meta" or not t.numel():
+        return 0
+    flat = (torch.view_as_real(t) if t.is_complex() else t).detach().reshape(-1)
+    words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    head = words[: words.numel() // 4096 * 4096].view(-1, 4096)
+    rows = torch.cat([head.sum(1, dtype=torch.int64), words[head.numel() :].sum(dtype=torch.int64).view(1)])
+    return int((rows * torch.arange(1, rows.numel() + 1, device=rows.device)).sum())
 
 
 def values_digest(tensors: Iterable[Tensor]) -> int:

@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 from moec import shards
 from moec.epilogue import to_local
-from moec.module import ParallelModule, require_same
-from moec.preflight import Report
+from moec.module import ParallelModule
+from moec.preflight import Report, require_same
 from moec.runtime.errors import MoecError
 
 

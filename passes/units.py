@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from moec.passes.contract import Pass, PassContract
-from moec.placement import S, Types, V
+from moec.placement import S, Types, V, local_shape
 from moec.plan import Plan
 from moec.program import Program
 from moec.runtime.collectives import collective, group_of
@@ -36,7 +36,7 @@ pack, unpack = torch.ops.moec.pack.default, torch.ops.moec.unpack.default
 
 def _run(program: Program, plan: Plan) -> Program:
     buckets: dict[tuple, list[fx.Node]] = defaultdict(list)
-    starts = gather_starts(program)
+    starts = _gather_starts(program)
     for start, unit in zip(starts, _units(program, starts), strict=True):  # 1
         of = start.meta["val"].dtype, start.meta["grad"]
         buckets[unit, start.target, group_of(start), *of].append(start)
@@ -50,7 +50,7 @@ def _run(program: Program, plan: Plan) -> Program:
 
 def _units(program: Program, starts: list[fx.Node]) -> list[str]:
     """The unit of each gather, by name."""
-    layers = [_layer(program.params[p.name].name) for s in starts if (p := parameter_of(s)) is not None]
+    layers = [_layer(program.params[p.name].name) for s in starts if (p := _parameter_of(s)) is not None]
     out, last = [], ""  # the last layer so far
     for layer in layers:
         last = layer or last
@@ -58,16 +58,16 @@ def _units(program: Program, starts: list[fx.Node]) -> list[str]:
     return out
 
 
-def gather_starts(program: Program) -> list[fx.Node]:
+def _gather_starts(program: Program) -> list[fx.Node]:
     """Gathers of parameters, in graph order."""
     return [
         n
         for n in program.graph.nodes
-        if (c := collective(n.target)) is not None and c.primitive == "all_gather" and parameter_of(n) is not None
+        if (c := collective(n.target)) is not None and c.primitive == "all_gather" and _parameter_of(n) is not None
     ]
 
 
-def parameter_of(start: fx.Node) -> fx.Node | None:
+def _parameter_of(start: fx.Node) -> fx.Node | None:
     """The placeholder whose shard a collective gathers, seen through the conversion that owes its reduction."""
     node = start.args[0]
     if (c := collective(node.target)) is not None and c.kind == "i_to_r":
@@ -89,7 +89,7 @@ def _layer(name: str) -> str:
 
 
 def _join(program: Program, starts: list[fx.Node]) -> None:
-    graph, mesh, first = program.graph, program.mesh, starts[0]
+    graph, first = program.graph, starts[0]
     sources = [s.args[0] for s in starts]
     dims, size, group = [s.args[1] for s in starts], first.args[2], group_of(first)
     for source in sources:
@@ -106,7 +106,7 @@ def _join(program: Program, starts: list[fx.Node]) -> None:
     types = packed_types([s.meta["types"] for s in sources], axes)
     waits = [next(iter(s.users)) for s in starts]
     # Of the recorded shapes, that of one rank is what the collective moves.
-    shapes = [_local(program, w, mesh) for w in waits]
+    shapes = [local_shape(w.meta["val"].shape, w.meta["types"], program.mesh) for w in waits]
     elements = sum(torch.Size(s).numel() for s in shapes)
     val = waits[0].meta["val"].new_empty((elements,))
     with graph.inserting_before(first):
@@ -135,14 +135,6 @@ def packed_types(sources: list[Types], gathered: list[str]) -> Types:
     return out
 
 
-def _local(program: Program, node: fx.Node, mesh) -> list[int]:
-    """One rank's shape of a parameter that is whole on the gathered axes."""
-    return [
-        s // mesh.size([a for a, t in node.meta["types"].items() if t.kind == "S" and t.dim == d])
-        for d, s in enumerate(node.meta["val"].shape)
-    ]
-
-
 CONTRACT = PassContract(
     name="units",
     requires=frozenset({"fsdp"}),
@@ -150,4 +142,4 @@ CONTRACT = PassContract(
     conflicts_with=frozenset({"units", "lowered"}),
 )
 units = Pass(CONTRACT, _run, applies=lambda plan: plan.fsdp_degree > 1)
-__all__ = ["CONTRACT", "gather_starts", "packed_types", "parameter_of", "units"]
+__all__ = ["CONTRACT", "packed_types", "units"]

@@ -13,7 +13,7 @@ Algorithm
        result is; ``convert`` emits the difference.  Expert regions have their own rules (``experts.py``), and what
        looks along a sharded vocabulary is written with ops that need no gather (``vocab.py``).
     4. Re-write size arguments to local sizes (``sizes.py``).
-    5. Outputs: scalars invariant, batch dims stay this rank's slice; logits beside a loss stay sharded over tp.
+    5. Outputs: scalars invariant, batch dims stay this rank's slice (``outputs.py``).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from moec.passes.shard import layout as layouts
 from moec.passes.shard.context import Context
 from moec.passes.shard.convert import Converter, divides
 from moec.passes.shard.experts import Experts
+from moec.passes.shard.outputs import place_outputs
 from moec.passes.shard.overrides import override
 from moec.passes.shard.rule import Rule, differentiable, is_getitem, operands, shape
 from moec.passes.shard.rules import is_creation, rule_for
@@ -37,7 +38,7 @@ from moec.passes.shard.solve import Operand, solve
 from moec.passes.shard.vocab import Vocabulary
 from moec.placement import I, P, R, S, Type, Types, V
 from moec.plan import Plan
-from moec.program import EQUAL_LENGTHS, OutputSpec, Program, op_name
+from moec.program import EQUAL_LENGTHS, Program, op_name
 from moec.runtime.errors import MoecError
 from moec.runtime.torch_compat import OpOverload, expr
 
@@ -60,8 +61,6 @@ class Sharder:
         self.context = Context(self)
         self.vocabulary = Vocabulary(self)
         self.vocabulary_size = 0
-        self.beside_loss = False
-        """Does the program take entries at labels?"""
         self.created: dict[tuple[fx.Node, int], str] = {}
         self.counts: dict[str, fx.Node] = {}
         self.token_counts: list[fx.Node] = []
@@ -84,7 +83,7 @@ class Sharder:
                     self._visit(node)
             elif node.op == "output":
                 with self.graph.inserting_before(node):
-                    self._outputs(node)  # 5
+                    place_outputs(self, node)  # 5
         self.graph.eliminate_dead_code()
         # A value computed from such a count (a mean written as x.sum() / x.shape[0]) ties the ranks' lengths together.
         if any(
@@ -363,59 +362,6 @@ class Sharder:
         grad = x.meta["grad"] or w.meta["grad"]
         node.args = (self.convert(x, into_x), self.convert(w, into_w), counts)
         self._note(node, node.meta["val"], out, grad)
-
-    def _outputs(self, node: fx.Node) -> None:
-        leaves = list(node.args[0])
-        calls = (n for n in self.graph.nodes if n.op == "call_function")
-        self.beside_loss = any(op_name(n) == "moec.pick" for n in calls)
-        kept: list[fx.Node] = []
-        specs: list[OutputSpec] = []
-        for spec in self.program.outputs:
-            if spec.index is None:
-                specs.append(spec)
-                continue
-            value = leaves[spec.index]
-            mode = self.plan.output_mode(spec.path) if value.meta["val"].ndim else "sharded"
-            if mode == "drop":
-                specs.append(replace(spec, index=None, constant=None))
-                continue
-            value = self.convert(value, {a: self._output_type(value, a, spec, mode) for a in self.mesh.names})
-            specs.append(
-                replace(
-                    spec, index=len(kept), types=dict(value.meta["types"]), global_shape=tuple(value.meta["val"].shape)
-                )
-            )
-            kept.append(value)
-        self.program.outputs = specs
-        for where, counts in self.counts.items():
-            self.program.expert_counts[where] = len(kept)
-            kept.append(counts)
-        node.args = (tuple(kept),)
-
-    def _output_type(self, value: fx.Node, axis: str, spec: OutputSpec, mode: str) -> Type:
-        t: Type = value.meta["types"][axis]
-        if (
-            t.kind == "S"
-            and axis in self.dp
-            and mode != "full"
-            and self.sizes.carries_batch(value.meta["val"].shape[t.dim])
-        ):
-            return t
-        if (
-            self.beside_loss
-            and mode != "full"
-            and axis in self.tp
-            and t == S(value.meta["val"].ndim - 1)
-            and value.meta["val"].shape[-1] == self.vocabulary_size
-        ):
-            return t
-        if t == R and value.meta["grad"]:
-            raise MoecError(
-                f"output {spec.path!r} would be replicated over {axis} with a gradient that is summed once a rank",
-                where=value.meta.get("where", ""),
-                way_out="report this model: the layout should leave it invariant",
-            )
-        return self.default_type(value)
 
 
 def _as_list(x) -> list:
