@@ -45,7 +45,7 @@ def convert_graph(types, *targets, shape=(4, 8)) -> tuple[fx.GraphModule, list[f
     return fx.GraphModule(nn.Module(), graph), outs, converter
 
 
-@pytest.mark.parametrize("source", itertools.product(AXIS_TYPES, repeat=2), ids=lambda p: "-".join(map(str, p)))
+@pytest.mark.parametrize("source", list(itertools.product(AXIS_TYPES, repeat=2)), ids=lambda p: "-".join(map(str, p)))
 def test_every_conversion_keeps_value_and_gradient(source) -> None:
     """From every pair of types on two axes to every other.  R -> I is none: who reads R owes a sum, and says so."""
     gen = torch.Generator().manual_seed(0)
