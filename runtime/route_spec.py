@@ -16,7 +16,8 @@ From logits [T, E] a router chooses K experts a token and weighs them:
    the largest weights (``drop="probs"``, of equal ones the first) or of the first tokens (``"position"``); T counts
    padding too, since sizes must not depend on data.  Dropped pairs have id −1 and weight 0, get no gradient, and do not
    change other weights.  ``level`` says whose tokens compete: those of the ``global`` batch, or of each dp shard
-   (``dp_shard``).
+   (``dp_shard``).  The tokens of a tensor may be those of several dp ranks: they are ``shards`` equal runs, each with
+   a capacity and a competition of its own, so that one device can compute what many do.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class RouteSpec:
     min_capacity: int = 1
     drop: str = "probs"
     level: str = "global"
+    shards: int = 1
+    """Of level ``dp_shard``: how many dp ranks' tokens these are; 1 once they are sharded."""
     force: str | None = None
     """``random``: other logits, drawn anew for every token number; ``round_robin``: token t takes the experts t·K …
     t·K + K − 1 modulo E, so that loads differ by at most one."""
@@ -64,7 +67,7 @@ class RouteSpec:
             raise MoecError("; ".join(problems), where="route", way_out="moec.runtime.route_spec says what each means")
 
     def capacity(self, num_tokens: int) -> int | None:
-        """Pairs that an expert takes of ``num_tokens`` tokens; None without a limit."""
+        """Pairs that an expert takes of ``num_tokens`` tokens of one run; None without a limit."""
         if self.capacity_factor is None:
             return None
         wanted = math.ceil(num_tokens * self.top_k / self.num_experts * self.capacity_factor)
@@ -105,6 +108,8 @@ class RouteSpec:
             problems.append("score='softmax_post' with top_k=1 weighs everything with 1: the router gets no gradient")
         if self.capacity_factor is not None and not self.capacity_factor > 0:
             problems.append(f"capacity_factor={self.capacity_factor!r} is not positive")
+        if self.shards < 1 or (self.shards > 1 and (self.level != "dp_shard" or self.capacity_factor is None)):
+            problems.append(f"shards={self.shards} is for a capacity of level='dp_shard'")
         if self.min_capacity < 0:
             problems.append(f"min_capacity={self.min_capacity} is negative")
         return problems

@@ -13,6 +13,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moec.runtime.route_spec import SCORES, RouteSpec
+
 aten, moec_ops = torch.ops.aten, torch.ops.moec
 SIZES = (4, 12, 24, 5)
 
@@ -125,6 +127,26 @@ def _(d, op):
 @case("moec.grouped_add")
 def _(d, op):
     return op.default, (d.x("t m"), d.x("e m"), _counts(d))
+
+
+@case("moec.route")
+def _(d, op):
+    E = d.sizes["e"] = d.pick(4, 12)
+    if E == 4:
+        spec = RouteSpec(E, 2, d.pick(*SCORES))
+    else:
+        how = {"groups": 2, "kept_groups": 1, "group_score": "top2", "force": d.pick(None, "random")}
+        spec = RouteSpec(E, 3, d.pick(*SCORES), normalize=True, capacity_factor=d.pick(None, None, 1.0), **how)
+    bias = d.x("e") if d.pick(True, False) else None
+    d.constants.add(id(bias))
+    valid = d.mask("t") if d.pick(True, False) else None
+    return op.default, (d.x("t e"), bias, valid, d.ids("t", 99) if spec.force else None, spec.text())
+
+
+@case("moec.drop")
+def _(d, op):
+    spec = RouteSpec(4, 2, capacity_factor=d.pick(0.5, None), drop=d.pick("probs", "position"))
+    return op.default, (d.x("t 2", 0.1, 1.0), d.ids("t 2", 5) - 1, spec.text())
 
 
 @case("moec.boundary")

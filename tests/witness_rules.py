@@ -6,6 +6,7 @@ A rule looks at every operand and gives the type of the result (``rules.NdimWith
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -157,11 +158,29 @@ def _blocked_logsumexp(w, node, x_V, *_):
     return w.einsum("...v->...v", x_V)
 
 
+def _route(w, node, logits_TE, bias_E, valid_T, token_T, spec):
+    each = zip(("t_", "_", "t", "t"), (logits_TE, bias_E, valid_T, token_T), strict=True)
+    given = [(dims if _alone(spec) else "_" * len(dims), x) for dims, x in each if x is not None]
+    out = w.einsum(",".join(dims for dims, _ in given) + ("->t_" if _alone(spec) else "->__"), *(x for _, x in given))
+    return out, out
+
+
+def _drop(w, node, weights_TK, ids_TK, spec):
+    out = w.einsum("t_,t_->t_" if _alone(spec) else "__,__->__", weights_TK, ids_TK)
+    return out, out
+
+
+def _alone(spec: str) -> bool:
+    """Whether no token competes with one that may be elsewhere."""
+    fields = json.loads(spec)
+    return "capacity_factor" not in fields or (fields.get("level") == "dp_shard" and "shards" not in fields)
+
+
 MOEC: dict[str, Callable] = {
     "moec.permute": _permute, "moec.unpermute": _unpermute, "moec.grouped_mm": _grouped_mm,
     "moec.grouped_add": _grouped_add, "moec.sort_chunks": _sort_chunks, "moec.pad_rows": _own_rows,
     "moec.take_rows": _own_rows, "moec.lookup": _lookup, "moec.pick": _pick,
-    "moec.blocked_logsumexp": _blocked_logsumexp, "moec.boundary": _own_rows,
+    "moec.blocked_logsumexp": _blocked_logsumexp, "moec.boundary": _own_rows, "moec.route": _route, "moec.drop": _drop,
 }  # fmt: skip
 
 

@@ -11,7 +11,8 @@ Algorithm
     2. Split the bias off linears whose contraction is sharded: it must be added once, after the sum.
     3. Walk the graph in order.  For every op and axis, ``solve`` says what the operands must become and what the
        result is; ``convert`` emits the difference.  Expert regions have their own rules (``experts.py``), and what
-       looks along a sharded vocabulary is written with ops that need no gather (``vocab.py``).
+       looks along a sharded vocabulary is written with ops that need no gather (``vocab.py``); tokens that compete for
+       places among experts compete across ranks (``capacity.py``).
     4. Re-write size arguments to local sizes (``sizes.py``).
     5. Outputs: scalars invariant, batch dims stay this rank's slice (``outputs.py``).
 """
@@ -24,6 +25,7 @@ import torch
 from torch import fx
 
 from moec.passes.contract import Pass, PassContract
+from moec.passes.shard import capacity
 from moec.passes.shard import layout as layouts
 from moec.passes.shard.context import Context
 from moec.passes.shard.convert import Converter, divides
@@ -193,6 +195,8 @@ class Sharder:
             self._become(node, self.experts.unpermute(node))
         elif name in ("moec.grouped_mm", "moec.grouped_add"):
             self._grouped(node, name)
+        elif self.mesh.names and capacity.has_capacity(node):
+            capacity.spread(self, node)
         elif self.sequence.begins(node):
             self._begin(node, name)
         elif (other := self.vocabulary.rewrite(node)) is not None:

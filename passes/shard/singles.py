@@ -14,6 +14,7 @@ from moec.passes.shard.rule import Dims, Rule, is_one, operands, result_shapes, 
 from moec.passes.shard.views import moved, view_factors
 from moec.program import op_name
 from moec.runtime.errors import MoecError
+from moec.runtime.route_spec import RouteSpec
 
 
 def transpose_(node: fx.Node) -> Rule:
@@ -325,3 +326,21 @@ def solve_triangular_(node: fx.Node) -> Rule:
 def one_hot_(node: fx.Node) -> Rule:
     names = tuple(f"f{i}" for i in range(len(shape(operands(node)[0]))))
     return Rule((names,), (names + (None,),))
+
+
+def route_(node: fx.Node) -> Rule:
+    """logits [t e], then, each where it is given, bias [e], padding [t] and numbers of tokens [t] -> pairs [t k]."""
+    given = zip((("t", "e"), ("e",), ("t",), ("t",)), node.args[:4], strict=True)
+    ops: tuple[Dims, ...] = tuple(dims for dims, x in given if x is not None)
+    return Rule(ops, (("t", "k"), ("t", "k")), _competing(node.args[4]) | {"e", "k"})
+
+
+def drop_(node: fx.Node) -> Rule:
+    return Rule((("t", "k"), ("t", "k")), (("t", "k"), ("t", "k")), _competing(node.args[2]) | {"k"})
+
+
+def _competing(text: str) -> frozenset[str]:
+    """Tokens that compete for places must be in one tensor; those of one dp rank's run are (see capacity.py)."""
+    spec = RouteSpec.parse(text)
+    alone = spec.capacity_factor is None or (spec.level == "dp_shard" and spec.shards == 1)
+    return frozenset() if alone else frozenset({"t"})

@@ -21,7 +21,9 @@ from moec.program import Program, op_name
 from moec.runtime.collectives import collective, group_of, is_wait
 from moec.runtime.errors import MoecError
 
-BY_THE_TABLE = {"moec.boundary", "moec.lookup", "moec.pick", "moec.blocked_logsumexp"}
+BY_THE_TABLE = {
+    "moec.boundary", "moec.lookup", "moec.pick", "moec.blocked_logsumexp", "moec.route", "moec.drop",
+}  # fmt: skip
 """Ops of ours that are no expert dialect: their factor rules say all."""
 
 

@@ -4,6 +4,7 @@ from . import (
     blocked_logsumexp,
     boundary,
     convert,
+    drop,
     exchange,
     grouped_add,
     grouped_mm,
@@ -12,6 +13,7 @@ from . import (
     pad_rows,
     permute,
     pick,
+    route,
     sort_chunks,
     unpermute,
 )
@@ -20,6 +22,7 @@ __all__ = [
     "blocked_logsumexp",
     "boundary",
     "convert",
+    "drop",
     "exchange",
     "grouped_add",
     "grouped_mm",
@@ -28,6 +31,7 @@ __all__ = [
     "pad_rows",
     "permute",
     "pick",
+    "route",
     "sort_chunks",
     "unpermute",
 ]
