@@ -106,7 +106,8 @@ def _hoist(program: Program, node: fx.Node) -> set[str]:
     owed, fsdp = _owed(node), _fsdp_axes(program, node)
     if not fsdp <= owed:  # gathered to I: what is R on these axes is so behind the gather
         owed -= fsdp
-    _become_r(program, node, owed)
+    if owed:
+        _become_r(program, node, owed)
     return owed
 
 

@@ -143,6 +143,12 @@ def _chunk(program: Program, node: fx.Node) -> None:
 
 def _slice_scatter(program: Program, node: fx.Node) -> None:
     """Parts written side by side until they cover a dim are a cat of them; what was there before is not looked at."""
+    args: list = list(node.args) + [0, None, None, 1][len(node.args) - 2 :]
+    _, part, at, start, end, step = args
+    if start in (0, None) and end in (None, INT_MAX) and step == 1:  # all of a dim of whatever size
+        if part.meta["val"].dtype == node.meta["val"].dtype:
+            _replace(node, part)
+        return
     rank = node.meta["val"].ndim
     parts: dict[int, tuple[int, fx.Node]] = {}
     dim, base = None, node

@@ -348,3 +348,24 @@ def test_plans() -> None:
     names = ["normalize", "raise_moe", "shard", "redundant", "lower"]
     assert [p.name for p in PIPELINE if p.applies(Plan(dp=4))] == names
     assert Plan.from_yaml(Plan(dp=4, fsdp=2).to_yaml()) == Plan(dp=4, fsdp=2)
+
+
+class FirstIsOther(torch.nn.Module):
+    """Writes to all sequences but the first: the batch is gathered for that, and ``scale`` meets a whole tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = torch.nn.Linear(4, 4)
+        self.scale = torch.nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        y = self.proj(x)
+        z = y.clone()
+        z[1:] = 2 * y[1:]
+        return (z * self.scale + x).square().mean()
+
+
+def test_a_parameter_that_meets_a_whole_batch() -> None:
+    """No use turns it from I to R; it is gathered to I, and nothing else changes."""
+    report = moec.check(FirstIsOther(), Plan(dp=2, fsdp=True), example_inputs=(torch.randn(4, 4),), world_size=2)
+    assert report.ok, report

@@ -15,7 +15,15 @@ from moec.plan import Plan
 from moec.program import Program, op_name
 
 X = (torch.randn(4, 6, 8),)
+ALL = slice(None)
 IDS = (torch.randint(0, 8, (4, 6)),)
+
+
+def written(x, where, part):
+    """A copy of x with ``part`` written to a place in it."""
+    out = x.clone()
+    out[where] = part
+    return out
 
 
 class Body(nn.Module):
@@ -63,6 +71,11 @@ SPELLINGS = {
     "contiguous and clone": (lambda m, x: (x @ m.w).contiguous().clone(), {"aten.clone", "aten.contiguous"}, set()),
     "pad": (lambda m, x: F.pad(x @ m.w, (1, 2)), {"aten.pad"}, {"aten.constant_pad_nd"}),
     "slice of everything": (lambda m, x: (x @ m.w)[:, :, 0:], {"aten.slice"}, set()),
+    "written to one feature of everything": (
+        lambda m, x: written(x @ m.w, (ALL, ALL, 2), x[..., 0]),
+        {"aten.slice_scatter"},
+        {"aten.select_scatter"},
+    ),
     "cast to what it is": (lambda m, x: (x @ m.w).to(torch.float32), {"aten._to_copy"}, set()),
 }
 
@@ -78,6 +91,7 @@ def test_one_spelling(name) -> None:
 
 KEPT = {
     "a slice of a part": (lambda m, x: (x @ m.w)[:, 1:3], "aten.slice"),
+    "written to a part of the batch": (lambda m, x: written(x @ m.w, slice(1, None), x[1:]), "aten.slice_scatter"),
     "a cast": (lambda m, x: (x @ m.w).to(torch.float64), "aten._to_copy"),
     "a mean within a token": (lambda m, x: (x @ m.w).mean(-1), "aten.mean"),
     "reflect padding": (lambda m, x: F.pad(x @ m.w, (1, 2), mode="reflect"), "aten.pad"),
