@@ -27,15 +27,15 @@ import torch
 from torch import fx
 
 from moec.passes.contract import Pass, PassContract
+from moec.passes.hoist import I_TO_R, become_r, owed
 from moec.placement import I, R, S, Type, Types, local_shape
 from moec.plan import Plan
 from moec.program import ParamSpec, Program, op_name
-from moec.runtime.collectives import TABLE, group_of
+from moec.runtime.collectives import TABLE
 from moec.runtime.mesh import Mesh
 from moec.runtime.torch_compat import WAIT
 
 aten = torch.ops.aten
-I_TO_R = TABLE["i_to_r"].op
 
 
 def _run(program: Program, plan: Plan) -> Program:
@@ -47,8 +47,8 @@ def _run(program: Program, plan: Plan) -> Program:
             sharded[node] = _hoist(program, node)  # 2
     before = {node: min(node.users, key=order.__getitem__) for node in sharded}
     _together(program, before, order)  # 4
-    for node, owed in sharded.items():
-        _gather(program, node, owed, before[node])  # 3
+    for node, turned in sharded.items():
+        _gather(program, node, turned, before[node])  # 3
     if plan.reshard_after_forward:
         program.facts.add("reshard_after_forward")
     program.graph.lint()
@@ -103,64 +103,16 @@ def _hoist(program: Program, node: fx.Node) -> set[str]:
     """Take the conversions that all uses share off them; returns the axes that the placeholder is to be R on."""
     if not node.meta["grad"]:
         return set()
-    owed, fsdp = _owed(node), _fsdp_axes(program, node)
-    if not fsdp <= owed:  # gathered to I: what is R on these axes is so behind the gather
-        owed -= fsdp
-    if owed:
-        _become_r(program, node, owed)
-    return owed
+    axes, fsdp = owed(node), _fsdp_axes(program, node)
+    if not fsdp <= axes:  # gathered to I: what is R on these axes is so behind the gather
+        axes -= fsdp
+    become_r(program, node, axes)
+    return axes
 
 
 def _fsdp_axes(program: Program, node: fx.Node) -> set[str]:
     stored = program.params[node.name].types
     return {a for a, t in stored.items() if t != node.meta["types"][a]}
-
-
-def _owed(node: fx.Node) -> set[str]:
-    """The axes over which every use of ``node`` turns it from I to R, views and conversions of it looked through."""
-    found: set[str] | None = None
-    for user in node.users:
-        axes = _owed_by(user, node)
-        found = axes if found is None else found & axes
-    return found or set()
-
-
-def _owed_by(user: fx.Node, node: fx.Node) -> set[str]:
-    if user.target is I_TO_R:
-        return set(group_of(user).split(",")) | _owed(user)
-    if not _carries(user, node):
-        return set()
-    return {a for a in _owed(user) if all(t[a] == I for t in _types_of(user))}
-
-
-def _carries(user: fx.Node, node: fx.Node) -> bool:
-    """Is ``user`` an op on ``node`` alone, so that I→R may as well come before it?"""
-    tensors = [n for n in user.all_input_nodes if not isinstance(n.meta.get("val"), (int, torch.SymInt))]
-    return user.op == "call_function" and tensors == [node] and user.meta.get("types") is not None and user.meta["grad"]
-
-
-def _types_of(node: fx.Node) -> list[Types]:
-    types = node.meta["types"]
-    return types if isinstance(types, list) else [types]
-
-
-def _become_r(program: Program, node: fx.Node, axes: set[str]) -> None:
-    """``node`` is R on ``axes`` from now on: the conversions behind it lose these axes."""
-    for user in list(node.users):
-        if user.target is not I_TO_R:
-            types = [{a: R if a in axes else t for a, t in x.items()} for x in _types_of(user)]
-            user.meta["types"] = types if isinstance(user.meta["types"], list) else types[0]
-            _become_r(program, user, axes)
-            continue
-        mine = set(group_of(user).split(","))
-        user.meta["types"] = {a: R if a in axes else t for a, t in user.meta["types"].items()}
-        if axes - mine:
-            _become_r(program, user, axes - mine)
-        if rest := program.mesh.key(mine - axes):
-            user.args = (node, user.args[1], program.mesh.size(rest), rest)
-        else:
-            user.replace_all_uses_with(node)
-            program.graph.erase_node(user)
 
 
 # -- steps 3 and 4
@@ -178,12 +130,12 @@ def _together(program: Program, before: dict[fx.Node, fx.Node], order: dict[fx.N
         before.update(dict.fromkeys(mine, min(points, key=order.__getitem__)))
 
 
-def _gather(program: Program, node: fx.Node, owed: set[str], before: fx.Node) -> None:
+def _gather(program: Program, node: fx.Node, turned: set[str], before: fx.Node) -> None:
     graph, mesh, spec = program.graph, program.mesh, program.params[node.name]
     users, fsdp = list(node.users), _fsdp_axes(program, node)
     group, dim = mesh.key(fsdp), next(spec.types[a].dim for a in fsdp)
-    rest = mesh.key(owed - fsdp)
-    whole = R if fsdp <= owed or not node.meta["grad"] else I
+    rest = mesh.key(turned - fsdp)
+    whole = R if fsdp <= turned or not node.meta["grad"] else I
 
     def call(target, args: tuple, size: int, changed: dict[str, Type]) -> fx.Node:
         """A node like the value so far, but for the length of ``dim`` and some types."""
@@ -201,7 +153,7 @@ def _gather(program: Program, node: fx.Node, owed: set[str], before: fx.Node) ->
     value = node
     with graph.inserting_before(before):
         if rest:
-            value = call(I_TO_R, (value, 0, mesh.size(rest), rest), padded, dict.fromkeys(owed - fsdp, R))
+            value = call(I_TO_R, (value, 0, mesh.size(rest), rest), padded, dict.fromkeys(turned - fsdp, R))
             types = value.meta["types"]
         op = TABLE["s_to_r" if whole == R else "s_to_i"].op
         value = call(op, (value, dim, len(lengths), group), padded, dict.fromkeys(fsdp, whole))

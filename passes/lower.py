@@ -7,9 +7,10 @@ Contract
     never      reorders collectives
 
 Algorithm
-    1. Peel the I→R conversion off every parameter: forward it is the identity, backward it is the reduction of that
-       parameter's gradient.  Peeled, all reductions become one epilogue of the backward (bucketed, and deferrable by
-       gradient accumulation) instead of one collective each in the middle of it.
+    1. Peel the I→R conversions that all uses of a parameter share off it, through transposes and the like (``hoist``):
+       forward they are the identity, backward the reduction of that parameter's gradient.  Peeled, all reductions
+       become one epilogue of the backward (bucketed, and deferrable by gradient accumulation) instead of one collective
+       each in the middle of it.
     2. ``bind`` (once the process groups exist) replaces group keys by the names of real groups.  If parameters are to
        be resharded after the forward, it tells ``runtime.reshard`` of every gather; that takes one more placeholder.
 """
@@ -19,23 +20,20 @@ from __future__ import annotations
 from torch import fx
 
 from moec.passes.contract import Pass, PassContract
+from moec.passes.hoist import become_r, owed
+from moec.placement import R
 from moec.plan import Plan
 from moec.program import Gathered, Program
-from moec.runtime.collectives import TABLE, collective, group_of
+from moec.runtime.collectives import collective, group_of
 from moec.runtime.reshard import RESHARDING, gathered
 
 
 def _run(program: Program, plan: Plan) -> Program:
     for node in program.placeholders():  # 1
-        users = list(node.users)
-        # A parameter that is also used as it is (I on that axis) or converted in two ways keeps its conversions.
-        if node.name not in program.params or len(users) != 1 or users[0].target is not TABLE["i_to_r"].op:
-            continue
-        convert = users[0]
-        program.grad_reductions[node.name] = group_of(convert)
-        convert.replace_all_uses_with(node)
-        program.graph.erase_node(convert)
-        node.meta["types"] = convert.meta["types"]
+        if node.name in program.params and (axes := owed(node)):
+            become_r(program, node, axes)
+            node.meta["types"] = {a: R if a in axes else t for a, t in node.meta["types"].items()}
+            program.grad_reductions[node.name] = program.mesh.key(axes)
     program.graph.lint()
     program.module.recompile()
     return program
