@@ -149,6 +149,26 @@ def _(d, op):
     return op.default, (d.x("t 2", 0.1, 1.0), d.ids("t 2", 5) - 1, spec.text())
 
 
+@case("moec.balance")
+def _(d, op):
+    lead = d.pick("", "n ")
+    valid = d.mask(f"{lead}t") if d.pick(True, False) else None
+    return op.default, (d.x(f"{lead}t 4"), valid, 2, d.pick(*SCORES))
+
+
+@case("moec.inject")
+def _(d, op):
+    return op.default, (d.x(d.rank3()), d.x(""))
+
+
+@case("moec.tally")
+def _(d, op):
+    chosen = d.ids("t 2", 4)
+    kept, logits = chosen.masked_fill(d.mask("t 2"), -1), d.x("t 4")
+    d.constants.add(id(logits))
+    return op.default, (logits, chosen, kept, d.mask("t") if d.pick(True, False) else None, d.pick(*SCORES))
+
+
 @case("moec.boundary")
 def _(d, op):
     return op.default, (d.x("a b c"), "layers.0:1")

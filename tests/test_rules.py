@@ -45,7 +45,7 @@ _INTEGERS = """__and__ __or__ __xor__ all any argmax argmin argsort bincount bit
 bitwise_xor eq floor_divide ge gt histc isfinite isinf isnan isneginf le logical_and logical_not logical_or logical_xor
 lt ne one_hot"""
 _CONSTANTS = ("detach", "empty_like", "full_like", "ones_like", "zeros_like", *_CREATION)
-NO_GRADIENT = {f"aten.{n}" for n in (*_INTEGERS.split(), *_CONSTANTS)}
+NO_GRADIENT = {f"aten.{n}" for n in (*_INTEGERS.split(), *_CONSTANTS)} | {"moec.tally"}
 """Ops whose results have no gradient; of every other one some example must compare gradients."""
 
 

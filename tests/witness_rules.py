@@ -170,6 +170,27 @@ def _drop(w, node, weights_TK, ids_TK, spec):
     return out, out
 
 
+def _balance(w, node, logits_NTE, valid_NT, *_):
+    lead = "n" * (logits_NTE.ndim - 2)
+    given = (logits_NTE,) if valid_NT is None else (logits_NTE, valid_NT)
+    out = w.einsum(f"{lead}t_" + f",{lead}t" * (len(given) - 1) + f"->{lead}_", *given)
+    return out, out
+
+
+def _inject(w, node, x, loss):
+    for a in w.axes.values():
+        have = spmd.get_axis_local_type(loss, a)
+        if have is not spmd.I and (have is not spmd.R or loss.requires_grad):
+            raise spmd.SpmdTypeError(f"the loss is {have} on {a}, and every rank would state its gradient in full")
+    rules.ignore(loss)
+    return w.einsum("...->...", x, linear_in=(0,))
+
+
+def _tally(w, node, logits_TE, chosen_TK, kept_TK, valid_T, *_):
+    given = [x for x in (logits_TE, chosen_TK, kept_TK, valid_T) if x is not None]
+    return w.einsum(",".join("t" + "_" * (x.ndim - 1) for x in given) + "->_", *given)
+
+
 def _alone(spec: str) -> bool:
     """Whether no token competes with one that may be elsewhere."""
     fields = json.loads(spec)
@@ -181,6 +202,7 @@ MOEC: dict[str, Callable] = {
     "moec.grouped_add": _grouped_add, "moec.sort_chunks": _sort_chunks, "moec.pad_rows": _own_rows,
     "moec.take_rows": _own_rows, "moec.lookup": _lookup, "moec.pick": _pick,
     "moec.blocked_logsumexp": _blocked_logsumexp, "moec.boundary": _own_rows, "moec.route": _route, "moec.drop": _drop,
+    "moec.balance": _balance, "moec.inject": _inject, "moec.tally": _tally,
 }  # fmt: skip
 
 

@@ -28,6 +28,9 @@ class Rule:
     """Factors that the op itself makes (an expanded dim): free to be sharded, no operand has them."""
     added: frozenset[int] = field(default_factory=frozenset)
     """Operands that are added to the result (a bias): P where it is P, so that they count once."""
+    invariant: frozenset[int] = field(default_factory=frozenset)
+    """Operands (without factors) that are I on every axis, whatever the others are: a loss of the global batch, whose
+    gradient every rank states in full."""
     moves: Callable[[Type], Type | None] | None = None
     """Of a view: S of its operand -> S of its result (None: gathered first).  Says more than factors can."""
 

@@ -339,6 +339,11 @@ def drop_(node: fx.Node) -> Rule:
     return Rule((("t", "k"), ("t", "k")), (("t", "k"), ("t", "k")), _competing(node.args[2]) | {"k"})
 
 
+def inject_(node: fx.Node) -> Rule:
+    names = tuple(f"f{i}" for i in range(len(shape(node.args[0]))))
+    return Rule((names, ()), (names,), carries="linear", invariant=frozenset({1}))
+
+
 def _competing(text: str) -> frozenset[str]:
     """Tokens that compete for places must be in one tensor; those of one dp rank's run are (see capacity.py)."""
     spec = RouteSpec.parse(text)

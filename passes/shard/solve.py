@@ -8,14 +8,15 @@ what the results are.  Pure: it looks at no graph and moves no data.
    it are P (the contraction of f), and so are operands that are added to them.
 3. Without: pending sums pass through ops that are linear in them; otherwise they are reduced, to I when every other
    operand is I (so that the result stays invariant and its gradient needs no reduction), else to R.
-4. Operands that are then all I give I; I and R mix to R.  Operands without a gradient are neutral: they are R and fit
+4. Operands that must be invariant are, and say nothing about the others.
+5. Operands that are then all I give I; I and R mix to R.  Operands without a gradient are neutral: they are R and fit
    beside either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moec.passes.shard.rule import Rule
 from moec.placement import I, P, Parts, R, S, Type, V
@@ -31,6 +32,12 @@ class Operand:
 
 def solve(rule: Rule, ops: Sequence[Operand], wanted: frozenset[str] = frozenset()) -> tuple[list[Type], list[Type]]:
     """Target types of the operands and types of the results on one axis.  ``wanted``: created factors to shard here."""
+    if rule.invariant:
+        others = [slot for slot in range(len(ops)) if slot not in rule.invariant]
+        rest = replace(rule, operands=tuple(rule.operands[slot] for slot in others), invariant=frozenset())
+        targets, results = solve(rest, [ops[slot] for slot in others], wanted)
+        found = iter(targets)
+        return [I if slot in rule.invariant else next(found) for slot in range(len(ops))], results
     if rule.moves is not None and ops[0].type.kind == "S":
         result = rule.moves(ops[0].type)
         return ([ops[0].type], [result]) if result is not None else _without_factor(rule, ops)

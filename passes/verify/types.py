@@ -23,6 +23,7 @@ from moec.runtime.errors import MoecError
 
 BY_THE_TABLE = {
     "moec.boundary", "moec.lookup", "moec.pick", "moec.blocked_logsumexp", "moec.route", "moec.drop",
+    "moec.balance", "moec.inject", "moec.tally",
 }  # fmt: skip
 """Ops of ours that are no expert dialect: their factor rules say all."""
 

@@ -1,6 +1,7 @@
 """The ``moec::`` ops: importing this package registers them all."""
 
 from . import (
+    balance,
     blocked_logsumexp,
     boundary,
     convert,
@@ -8,6 +9,7 @@ from . import (
     exchange,
     grouped_add,
     grouped_mm,
+    inject,
     lookup,
     pack,
     pad_rows,
@@ -19,6 +21,7 @@ from . import (
 )
 
 __all__ = [
+    "balance",
     "blocked_logsumexp",
     "boundary",
     "convert",
@@ -26,6 +29,7 @@ __all__ = [
     "exchange",
     "grouped_add",
     "grouped_mm",
+    "inject",
     "lookup",
     "pack",
     "pad_rows",

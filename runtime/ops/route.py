@@ -26,10 +26,7 @@ from ..errors import MoecError
 from ..route_spec import RouteSpec
 from .drop import dropped
 from .rows import accumulator
-from .scores import score, score_backward
-
-EPSILON = 1e-20
-"""Added to the sum that weights are divided by: sigmoid scores may all be 0."""
+from .scores import EPSILON, score, score_backward
 
 
 @torch.library.custom_op("moec::route", mutates_args=())

@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+EPSILON = 1e-20
+"""Added to a sum of scores that others are divided by: sigmoid scores may all be 0."""
+
 SMALL = -40.0
 """Below it softplus(x) is exp(x) to the last bit of fp64, and √softplus is formed without the underflow in between."""
 
@@ -25,19 +28,22 @@ def score(z: Tensor, kind: str) -> Tensor:
     return z
 
 
+def slope(z: Tensor, kind: str) -> Tensor:
+    """The derivative of a score that depends on its own logit alone."""
+    s = score(z, kind)
+    if kind == "sigmoid":
+        return s * (1 - s)
+    if kind == "sqrtsoftplus":
+        # d softplus is sigmoid, and 1 where F.softplus is the identity (above 20).
+        inner = torch.where(z > 20, torch.ones_like(z), z.sigmoid())
+        return torch.where(z < SMALL, s / 2, inner / (2 * s))
+    return torch.ones_like(z)
+
+
 def score_backward(grad_TK: Tensor, z_TE: Tensor, ids_TK: Tensor, kind: str) -> Tensor:
     """Gradient of the logits from that of the scores of the chosen experts, which are distinct within a token."""
     if kind == "softmax_pre":
         p_TE = z_TE.softmax(-1)
         direct_TK = p_TE.gather(1, ids_TK) * grad_TK
         return p_TE.mul_(-direct_TK.sum(1, keepdim=True)).scatter_add_(1, ids_TK, direct_TK)
-    z_TK = z_TE.gather(1, ids_TK)
-    if kind == "sigmoid":
-        s_TK = z_TK.sigmoid()
-        grad_TK = grad_TK * s_TK * (1 - s_TK)
-    elif kind == "sqrtsoftplus":
-        s_TK = score(z_TK, kind)
-        # d softplus is sigmoid, and 1 where F.softplus is the identity (above 20).
-        inner = torch.where(z_TK > 20, torch.ones_like(z_TK), z_TK.sigmoid())
-        grad_TK = grad_TK * torch.where(z_TK < SMALL, s_TK / 2, inner / (2 * s_TK))
-    return torch.zeros_like(z_TE).scatter_add_(1, ids_TK, grad_TK)
+    return torch.zeros_like(z_TE).scatter_add_(1, ids_TK, grad_TK * slope(z_TE.gather(1, ids_TK), kind))
