@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 STYLES = ("column", "row", "replicate")
 BACKENDS = ("eager",)
 OUTPUTS = ("sharded", "full", "drop")
+DISPATCHERS = ("auto", "alltoall", "allgather", "dedup", "hierarchical")
 DEGREES = ("dp", "cp", "tp", "ep", "etp")
 
 
@@ -71,6 +72,12 @@ class Plan:
     reshard_after_forward: bool = True
     """FSDP: gathered parameters are freed after their use and gathered again in the backward (but for vectors and the
     last ones, which it needs at once); False keeps all till then: less communication, the memory of whole weights."""
+    dispatch: str = "auto"
+    """How tokens reach the ranks of their experts, where ep is above 1: ``alltoall`` (a row for every pair),
+    ``allgather`` (all tokens to all ranks), ``dedup`` (a token once to each rank), ``hierarchical`` (once to each node,
+    then once to each rank inside it).  ``auto``: ``alltoall``."""
+    ranks_per_node: int | None = None
+    """Neighbouring ranks that make a node; ``hierarchical`` needs it."""
     layout: Literal["auto", "hf"] | Mapping[str, str] = "auto"
     """``auto``: inferred from the graph.  ``hf``: as the Hugging Face model's own plan says (``base_model_tp_plan`` …),
     what it does not name being whole.  Or {pattern of parameter names or of the modules that own them: ``column``,
@@ -129,8 +136,14 @@ class Plan:
     def mesh(self, world_size: int) -> Mesh:
         """The atomic axes of this plan.  Raises MoecError when the two factorisations do not nest."""
         p = self.resolve(world_size)
-        assert p.dp is not None and p.etp is not None
-        return Mesh.of(dp=p.dp, tp=p.tp, ep=p.ep, etp=p.etp, cp=p.cp, fsdp=p.fsdp_degree)
+        return p._mesh()
+
+    def _mesh(self) -> Mesh:
+        assert self.dp is not None and self.etp is not None
+        return Mesh.of(
+            dp=self.dp, tp=self.tp, ep=self.ep, etp=self.etp, cp=self.cp, fsdp=self.fsdp_degree,
+            ranks_per_node=self.ranks_per_node or 0,
+        )  # fmt: skip
 
     @property
     def fsdp_degree(self) -> int:
@@ -216,6 +229,10 @@ class Plan:
         problems = self._number_problems()
         if not isinstance(self.fsdp, bool) and (not isinstance(self.fsdp, int) or self.fsdp < 1):
             problems.append(f"fsdp={self.fsdp!r} is neither a bool nor a positive integer")
+        if self.ranks_per_node is not None and (
+            not isinstance(self.ranks_per_node, int) or isinstance(self.ranks_per_node, bool) or self.ranks_per_node < 1
+        ):
+            problems.append(f"ranks_per_node={self.ranks_per_node!r} is neither None nor a positive integer")
         problems += [
             f"{name}={value!r} is not a bool"
             for name in ("sequence_parallel", "reshard_after_forward")
@@ -238,7 +255,7 @@ class Plan:
             )
         if not problems:  # only degrees that fill the world can nest, or fail to
             try:
-                Mesh.of(dp=p.dp, tp=p.tp, ep=p.ep, etp=p.etp, cp=p.cp, fsdp=p.fsdp_degree)
+                p._mesh()
             except MoecError as e:
                 problems.append(e.message)
         return problems
@@ -247,6 +264,12 @@ class Plan:
         problems: list[str] = []
         if self.backend not in BACKENDS:
             problems.append(f"unknown backend {_did_you_mean(self.backend, BACKENDS)}; known: {', '.join(BACKENDS)}")
+        if self.dispatch not in DISPATCHERS:
+            problems.append(
+                f"unknown dispatch {_did_you_mean(self.dispatch, DISPATCHERS)}; known: {', '.join(DISPATCHERS)}"
+            )
+        elif self.dispatch == "hierarchical" and self.ranks_per_node is None:
+            problems.append("dispatch='hierarchical' needs ranks_per_node: it says which ranks of ep share a node")
         if isinstance(self.layout, Mapping):
             problems += [
                 f"layout: unknown style {_did_you_mean(style, STYLES)} for {pattern!r}; known: {', '.join(STYLES)}"
@@ -317,6 +340,7 @@ def _nests(plan: Plan) -> bool:
     assert plan.dp is not None and plan.etp is not None
     dense = plan.cp * plan.tp
     cuts = {1, plan.tp, dense, dense * plan.fsdp_degree, plan.etp, plan.etp * plan.ep, dense * plan.dp}
+    cuts |= {plan.ranks_per_node or 1}
     return all(outer % inner == 0 for inner, outer in pairwise(sorted(cuts)))
 
 

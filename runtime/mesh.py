@@ -9,6 +9,9 @@ With FSDP the ranks are also cut between copies that replicate the parameters (o
 ``fsdp`` of the dp ranks).  Axes of the first kind are named ``dpr_…``; ``role("fsdp")`` are the dp axes that dense
 parameters are sharded over, ``role("efsdp")`` the edp axes that expert parameters are sharded over.
 
+With ``ranks_per_node`` they are cut between nodes too: axes whose ranks lie in different nodes are marked ``nodes``, and
+their names end in ``_n``.
+
 Example: 4 ranks, dp=2, tp=2, ep=4 gives the axes ``dp_ep`` (2) and ``tp_ep`` (2); ep is both of them.
 
 A *group key* is how graphs name a process group before it exists: axis names joined by commas, in mesh order
@@ -39,6 +42,8 @@ class Axis:
     expert: str
     shares: bool = False
     """FSDP: the ranks of this axis share parameters, rather than hold copies of them."""
+    nodes: bool = False
+    """The ranks of this axis lie in different nodes (where it is known how many ranks a node has)."""
 
 
 @dataclass(frozen=True)
@@ -48,35 +53,42 @@ class Mesh:
     axes: tuple[Axis, ...] = ()
 
     @staticmethod
-    def of(dp: int = 1, tp: int = 1, ep: int = 1, etp: int = 1, cp: int = 1, fsdp: int = 1) -> Mesh:
+    def of(
+        dp: int = 1, tp: int = 1, ep: int = 1, etp: int = 1, cp: int = 1, fsdp: int = 1, ranks_per_node: int = 0
+    ) -> Mesh:
         """Build the mesh of ``dp * cp * tp`` ranks; edp is what ep and etp leave.  ``fsdp`` of the dp ranks share
-        parameters (1: each dp rank holds a copy).
+        parameters (1: each dp rank holds a copy).  ``ranks_per_node`` neighbours make a node (0: not known).
 
-        Raises MoecError when ``ep * etp`` does not divide the ranks, ``fsdp`` does not divide dp, or the
-        factorisations do not nest.
+        Raises MoecError when ``ep * etp`` or ``ranks_per_node`` does not divide the ranks, ``fsdp`` does not divide dp,
+        or the factorisations do not nest.
         """
         world, dense = dp * cp * tp, f"dp={dp}, {f'cp={cp}, ' if cp > 1 else ''}tp={tp}"
         if world % (ep * etp):
             raise MoecError(f"ep*etp = {ep}*{etp} does not divide the {world} ranks of {dense}", where="plan")
         if dp % fsdp:
             raise MoecError(f"fsdp={fsdp} does not divide dp={dp}", where="plan")
+        if ranks_per_node and world % ranks_per_node:
+            raise MoecError(f"ranks_per_node={ranks_per_node} does not divide the {world} ranks", where="plan")
         copy = fsdp * cp * tp if fsdp > 1 else 0  # ranks that together hold one copy of the parameters
         # Strides (innermost first) at which each factorisation passes from one role to the next.
-        cuts = sorted({1, tp, cp * tp, etp, etp * ep, world, *([copy] if copy else [])})
+        cuts = sorted({1, tp, cp * tp, etp, etp * ep, world, *(c for c in (copy, ranks_per_node) if c)})
         axes = []
         for inner, outer in pairwise(cuts):
             if outer % inner:
                 raise MoecError(
                     f"the dense ({dense}) and expert (ep={ep}, etp={etp}) factorisations do not nest"
-                    f"{f' with fsdp={fsdp}' if copy else ''}: {inner} does not divide {outer}",
+                    f"{f' with fsdp={fsdp}' if copy else ''}"
+                    f"{f' with ranks_per_node={ranks_per_node}' if ranks_per_node else ''}: "
+                    f"{inner} does not divide {outer}",
                     where="plan",
                     way_out="choose tp, cp*tp, etp and ep*etp so that each divides the next larger one",
                 )
             role = "tp" if outer <= tp else "cp" if outer <= cp * tp else "dp"
             expert = "etp" if outer <= etp else "ep" if outer <= etp * ep else "edp"
             shares = outer <= copy
-            name = f"{'dpr' if copy and not shares else role}_{expert}"
-            axes.append(Axis(name, outer // inner, role, expert, shares))
+            nodes = bool(ranks_per_node) and inner >= ranks_per_node
+            name = f"{'dpr' if copy and not shares else role}_{expert}{'_n' if nodes else ''}"
+            axes.append(Axis(name, outer // inner, role, expert, shares, nodes))
         return Mesh(tuple(reversed(axes)))
 
     @cached_property

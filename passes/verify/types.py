@@ -27,6 +27,9 @@ BY_THE_TABLE = {
 }  # fmt: skip
 """Ops of ours that are no expert dialect: their factor rules say all."""
 
+TOKENS = {"moec.permute", "moec.permute_kept", "moec.unpermute", "moec.place_rows", "moec.add_rows"}
+"""Between tokens and rows; the last operand has a line for each token."""
+
 
 def check_types(program: Program) -> None:
     if not program.mesh.names:
@@ -176,19 +179,37 @@ def _moe(program: Program, node: fx.Node, name: str, types: list[Types]) -> Type
     for axis in program.mesh.axes:
         a, etp = axis.name, axis.expert == "etp"
         on = [t[a] for t in types]
-        if name in ("moec.permute", "moec.unpermute"):
+        if name in TOKENS:
             # Tokens are distinct over ep and edp, in whatever order the rows lie: the same order for all operands.
+            # Those that came from other ranks are ragged.
             tokens = on[-1]
-            require(tokens, (R,) if etp else (S(0, tokens.parts),), a)
-            if name == "moec.permute":
-                require(on[0], (tokens,), a)
+            require(tokens, (R,) if etp else (S(0, tokens.parts), V), a)
+            # All ranks of ep may have the same tokens, and each the ids of its own experts.
+            alike = (tokens, R) if tokens == V and axis.expert == "ep" else (tokens,)
+            if name in ("moec.permute", "moec.permute_kept"):
+                require(on[0], alike, a)
                 out[a] = R if etp else V
+            elif name == "moec.place_rows":
+                require(on[0], (R, I) if etp else (tokens,), a)
+                out[a] = on[0] if etp else V
             else:
                 require(on[0], (R, P, I) if etp else (V,), a)
-                # Rows that a body has summed over etp already are weighted by what is invariant too.
-                require(on[1], (I if on[0] == I and node.args[1].meta["grad"] else tokens,), a)
                 out[a] = on[0] if etp else tokens
+            if name == "moec.unpermute":
+                # Rows that a body has summed over etp already are weighted by what is invariant too.
+                require(on[1], (I,) if on[0] == I and node.args[1].meta["grad"] else alike, a)
+                if tokens == V and on[1] == R:  # each rank adds the pairs of its own experts
+                    out[a] = P
             row_of[a] = tokens
+        elif name == "moec.destinations":
+            require(on[0], (R,) if etp else (S(0, on[0].parts), V), a)
+            out[a] = on[0]
+        elif name in ("moec.own_ids", "moec.expert_counts"):
+            ids, numbers = on
+            require(numbers, (S(0), R) if axis.expert == "ep" else (R,), a)
+            # Only of ids that all ranks have, or that were sent to them, can each rank keep its own.
+            require(ids, (R,) if etp else (R, V) if numbers == S(0) else (S(0, ids.parts), V), a)
+            out[a] = V if numbers == S(0) or (name == "moec.expert_counts" and not etp) else ids
         elif name in ("moec.grouped_mm", "moec.grouped_add") and not etp:
             require(on[0], (V,), a)
             require(on[1], (S(0),) if axis.expert == "ep" else (R,), a)
@@ -214,7 +235,7 @@ def _moe(program: Program, node: fx.Node, name: str, types: list[Types]) -> Type
         else:  # exchanges and re-sorting move whole rows
             require(on[0], (R, P, I) if etp else (V,), a)
             out[a] = on[0]
-    if name == "moec.permute":
+    if name in ("moec.permute", "moec.permute_kept"):
         return [out, out, row_of]
     return out
 
