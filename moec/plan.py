@@ -268,7 +268,7 @@ class Plan:
             problems.append(
                 f"unknown dispatch {_did_you_mean(self.dispatch, DISPATCHERS)}; known: {', '.join(DISPATCHERS)}"
             )
-        elif self.dispatch == "hierarchical" and self.ranks_per_node is None:
+        elif self.dispatch == "hierarchical" and self.ranks_per_node is None and self.ep != 1:
             problems.append("dispatch='hierarchical' needs ranks_per_node: it says which ranks of ep share a node")
         if isinstance(self.layout, Mapping):
             problems += [
@@ -340,7 +340,8 @@ def _nests(plan: Plan) -> bool:
     assert plan.dp is not None and plan.etp is not None
     dense = plan.cp * plan.tp
     cuts = {1, plan.tp, dense, dense * plan.fsdp_degree, plan.etp, plan.etp * plan.ep, dense * plan.dp}
-    cuts |= {plan.ranks_per_node or 1}
+    if isinstance(plan.ranks_per_node, int):
+        cuts |= {max(1, plan.ranks_per_node)}
     return all(outer % inner == 0 for inner, outer in pairwise(sorted(cuts)))
 
 

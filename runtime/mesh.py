@@ -9,8 +9,8 @@ With FSDP the ranks are also cut between copies that replicate the parameters (o
 ``fsdp`` of the dp ranks).  Axes of the first kind are named ``dpr_…``; ``role("fsdp")`` are the dp axes that dense
 parameters are sharded over, ``role("efsdp")`` the edp axes that expert parameters are sharded over.
 
-With ``ranks_per_node`` they are cut between nodes too: axes whose ranks lie in different nodes are marked ``nodes``, and
-their names end in ``_n``.
+With ``ranks_per_node`` they are cut between nodes too: axes whose ranks lie in different nodes are marked ``nodes``,
+and their names end in ``_n``.
 
 Example: 4 ranks, dp=2, tp=2, ep=4 gives the axes ``dp_ep`` (2) and ``tp_ep`` (2); ep is both of them.
 

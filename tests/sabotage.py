@@ -60,7 +60,7 @@ def _changes(node: fx.Node) -> Iterator[tuple[str, Callable[[fx.Node], None]]]:
         if entry.kind in SIBLINGS and node.meta["grad"]:
             sibling = SIBLINGS[entry.kind]
             yield f"{entry.kind} -> {sibling}", lambda n: setattr(n, "target", TABLE[sibling].op)
-    elif name == "moec.permute":
+    elif name == "moec.permute" and op_name(node.args[1]) != "moec.destinations":  # these are a set
         yield "ids rolled", lambda n: _roll(n, 1)
     elif name == "moec.unpermute":
         yield "weights rolled", lambda n: _roll(n, 1)

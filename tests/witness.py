@@ -72,11 +72,11 @@ class Witness:
         fixed = []
         for x in xs:
             local = dict(spmd.get_local_type(x))
-            if grads and not any(x is g for g in grads):
+            if not any(x is g for g in grads):
                 rules.ignore(x)
                 for a, t in local.items():
                     if t in (spmd.I, spmd.R):
-                        invariant = all(spmd.get_axis_local_type(g, a) is spmd.I for g in grads)
+                        invariant = all(spmd.get_axis_local_type(g, a) is spmd.I for g in grads or xs)
                         local[a] = spmd.I if invariant else spmd.R
                 x, dims = rules.NdimWithSpmdType(x.ndim), self.dims(x)
                 spmd.assert_type(x, local, partition_spec=spec_of(dims))
@@ -93,6 +93,13 @@ class Witness:
         experts, tokens, *rest = self.dims(x_ENK)
         order = list(self.axes.values())
         return self.made(x_ENK, [sorted(experts + tokens, key=order.index), *rest])
+
+    def replicated(self, x: Any, axes: list[Axis]) -> Any:
+        """``x`` whose copies do different work by ``owner`` from here on; on ep its recorded type says so already."""
+        owner = self.axes[OWNER]
+        if owner not in axes or not x.requires_grad:
+            return x
+        return rules.convert(x, owner, src=spmd.get_axis_local_type(x, owner), dst=spmd.R)
 
     def shifted(self, x: Any) -> rules.NdimWithSpmdType:
         """With a whole dim in front."""

@@ -79,13 +79,15 @@ def _counts(w, node: fx.Node, entry: Collective, counts_E: Tensor, size: int, gr
     typed: Any = counts_E
     for a in group.split(","):
         typed = rules.reduce_scatter(typed, w.axes[a], src=spmd.P, dst=spmd.S(0))
-    typed = rules.convert(typed, w.axes[OWNER], src=spmd.get_axis_local_type(typed, w.axes[OWNER]), dst=spmd.S(0))
+    if _arrives(w, group):
+        typed = rules.convert(typed, w.axes[OWNER], src=spmd.get_axis_local_type(typed, w.axes[OWNER]), dst=spmd.S(0))
     rules.output(y_RE, w.shifted(typed))
     return y_RE
 
 
 def _exchange(w, node: fx.Node, entry: Collective, x_NH, send_R, recv_R, size, group) -> Tensor:
-    """Dispatch: home rows become rows of the experts that live here; combine: back."""
+    """Dispatch: home rows become rows of the experts that live here; combine: back.  What goes to a node first is at
+    home still: its experts are reached by the exchange inside the node."""
     owner = w.axes[OWNER]
     here, send, recv = (spmd.get_axis_local_type(t, owner) for t in (x_NH, send_R, recv_R))
     for a in group.split(","):
@@ -96,7 +98,9 @@ def _exchange(w, node: fx.Node, entry: Collective, x_NH, send_R, recv_R, size, g
             raise spmd.SpmdTypeError(
                 f"rows are {derived(x_NH, w.axes[a])} on {a}, and all the same cannot be exchanged"
             )
-    if here in (spmd.I, spmd.R) and send is not spmd.P and recv is spmd.P:
+    if not _arrives(w, group) and spmd.P not in (here, send, recv):
+        typed: Any = w.einsum("nh->nh", x_NH, linear_in=(0,))
+    elif here in (spmd.I, spmd.R) and send is not spmd.P and recv is spmd.P:
         typed = rules.convert(x_NH, owner, src=here, dst=spmd.S(0))
     elif here is spmd.V and send is spmd.P and recv is not spmd.P:
         typed = rules.all_gather(x_NH, owner, src=spmd.S(0), dst=spmd.I)
@@ -106,6 +110,11 @@ def _exchange(w, node: fx.Node, entry: Collective, x_NH, send_R, recv_R, size, g
         y = x_NH.new_zeros((int(recv_R.sum()), *x_NH.shape[1:])) + 0 * x_NH.sum()
     rules.output(y, typed)
     return y
+
+
+def _arrives(w, group: str) -> bool:
+    """Does an exchange over ``group`` reach experts, rather than their node?"""
+    return w.mesh.role("ep")[-1] in group.split(",")
 
 
 CONVERSIONS: dict[str, Callable] = {**dict.fromkeys(TRANSITIONS, _convert), "counts": _counts, "exchange": _exchange}
@@ -120,8 +129,58 @@ def _permute(w, node, x_TH, ids_TK, num_experts):
 
 
 def _unpermute(w, node, rows_NH, weights_TK, row_of_TK):
-    # The rows of this rank's tokens: one label, so that rows which are elsewhere do not fit.
-    return w.einsum("th,t_,t_->th", rows_NH, weights_TK, row_of_TK, linear_in=(0,))
+    _, choices = w.dims(row_of_TK)
+    if not choices:
+        # The rows of this rank's tokens: one label, so that rows which are elsewhere do not fit.
+        return w.einsum("th,t_,t_->th", rows_NH, weights_TK, row_of_TK, linear_in=(0,))
+    # Each rank adds the choices that it owns: a pending sum over ep, of which the owner is another name.
+    rows, rest = w.dims(rows_NH)
+    rows_TKH = w.made(rows_NH, [[a for a in rows if a not in choices], [a for a in rows if a in choices], rest])
+    weights_TK = w.replicated(weights_TK, choices)
+    y = w.einsum("tkh,t_,tk->th", rows_TKH, weights_TK, row_of_TK, linear_in=(0,))
+    return rules.all_reduce(y, w.axes[OWNER], src=spmd.P, dst=spmd.I)
+
+
+def _permute_kept(w, node, x_TH, ids_TK, num_experts):
+    """Rows of the experts that live here: of tokens that were sent here, or of tokens that all ranks have, each of
+    which keeps the choices that it owns (dim 1 of the ids)."""
+    tokens, choices = w.dims(ids_TK)
+    x_TH = w.replicated(x_TH, choices)
+    typed = w.einsum("th,tk->tkh", x_TH, ids_TK)
+    order = list(w.axes.values())
+    rows = w.made(typed, [sorted(tokens + choices, key=order.index), w.dims(typed)[2]])
+    ours = {w.axes[a] for a in (*w.mesh.role("ep"), OWNER)}
+    counts, local = rules.NdimWithSpmdType(1), dict(spmd.get_local_type(ids_TK))
+    local |= {a: spmd.P for a in tokens if a not in ours}
+    spmd.assert_type(counts, local, partition_spec=spec_of([[a for a in tokens + choices if a in ours]]))
+    return rows, counts, w.einsum("tk->tk", ids_TK)
+
+
+def _own_ids(w, node, ids_TK, numbers_N):
+    if not w.dims(numbers_N)[0]:
+        raise spmd.SpmdTypeError("the numbers of all experts are nobody's own")
+    rules.ignore(numbers_N)
+    typed: Any = w.einsum("tk->tk", ids_TK)
+    shared = [a for a in w.dims(numbers_N)[0] if derived(ids_TK, a)[0] in "IR"]
+    for a in [*shared, w.axes[OWNER]] if shared else []:
+        typed = rules.convert(typed, a, src=spmd.get_axis_local_type(typed, a), dst=spmd.S(1))
+    return typed
+
+
+def _expert_counts(w, node, ids_TK, numbers_N, num_experts):
+    return w.einsum("t_,n->_", ids_TK, numbers_N)
+
+
+def _destinations(w, node, ids_TK, *_):
+    return w.einsum("t_->t_", ids_TK)
+
+
+def _place_rows(w, node, x_TC, row_of_TD, *_):
+    return w.einsum("tc,t_->tc", x_TC, row_of_TD)
+
+
+def _add_rows(w, node, y_NC, row_of_TD):
+    return w.einsum("tc,t_->tc", y_NC, row_of_TD, linear_in=(0,))
 
 
 def _grouped_mm(w, node, x_NK, weight_EKM, counts_E):
@@ -201,6 +260,8 @@ MOEC: dict[str, Callable] = {
     "moec.permute": _permute, "moec.unpermute": _unpermute, "moec.grouped_mm": _grouped_mm,
     "moec.grouped_add": _grouped_add, "moec.sort_chunks": _sort_chunks, "moec.pad_rows": _own_rows,
     "moec.take_rows": _own_rows, "moec.lookup": _lookup, "moec.pick": _pick,
+    "moec.permute_kept": _permute_kept, "moec.own_ids": _own_ids, "moec.expert_counts": _expert_counts,
+    "moec.destinations": _destinations, "moec.place_rows": _place_rows, "moec.add_rows": _add_rows,
     "moec.blocked_logsumexp": _blocked_logsumexp, "moec.boundary": _own_rows, "moec.route": _route, "moec.drop": _drop,
     "moec.balance": _balance, "moec.inject": _inject, "moec.tally": _tally,
 }  # fmt: skip

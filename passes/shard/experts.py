@@ -6,13 +6,13 @@ A raised block is ``permute(x_TH, ids_TK) -> rows_NH … body … unpermute(rows
 
 1. **Deal**: over ep and edp every rank needs distinct tokens, over etp all ranks need the same (over ep too, if the
    dispatcher gathers).  Tokens that are invariant over an axis that needs distinct ones (they were dense tp ranks) are
-   split there, padded with id −1 to a multiple first; those of a sharded sequence are distinct as they are.  Tokens that
-   are sharded over an axis that needs the same (they were dense dp ranks, or shared the sequence) are gathered there.
-2. **Dispatch**: a dispatcher (``dispatch/``, chosen by the plan) brings rows to the ranks of their experts.  Rows are
-   ragged (V) from here on.
+   split there, padded with id −1 to a multiple first; those of a sharded sequence are distinct as they are.  Tokens
+   that are sharded over an axis that needs the same (they were dense dp ranks, or shared the sequence) are gathered
+there. 2. **Dispatch**: a dispatcher (``dispatch/``, chosen by the plan) brings rows to the ranks of their experts.
+   Rows are ragged (V) from here on.
 3. The body runs on the local experts: ordinary nodes, typed by the ordinary rules.
-4. **Combine**: the dispatcher brings the weighted sums back; they have the tokens' types of step 1, P over etp where the
-   second GEMM contracted a sharded width, P over ep where tokens were gathered.
+4. **Combine**: the dispatcher brings the weighted sums back; they have the tokens' types of step 1, P over etp where
+   the second GEMM contracted a sharded width, P over ep where tokens were gathered.
 5. **Restore**: tokens that step 1 split are gathered and unpadded, those that it gathered are reduce-scattered.  A sum
    that is still pending over an invariant axis stays P, so that a shared expert can be added before the reduction.
 """

@@ -10,8 +10,8 @@ Legend: T tokens, K choices per token, H hidden, E experts, N = T*K rows.
 * Backward: ``permute_backward(grad_rows_NH, row_of_TK)`` adds the K rows of a token in order of k, in fp32
   (fp64 for fp64), so it is bitwise repeatable.
 
-``permute_kept`` is the same without the zeros: exactly ``sum(counts_E)`` rows.  It is for ids most of which are -1 (those
-of other ranks' experts), at the price of a size that depends on data.
+``permute_kept`` is the same without the zeros: exactly ``sum(counts_E)`` rows.  It is for ids most of which are -1
+(those of other ranks' experts), at the price of a size that depends on data.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def _(x_TH, ids_TK, num_experts):
 @permute_kept.register_fake
 def _(x_TH, ids_TK, num_experts):
     rows_NH = x_TH.new_empty((torch.library.get_ctx().new_dynamic_size(), x_TH.shape[1]))
-    return rows_NH, ids_TK.new_empty((num_experts,), dtype=torch.int64), ids_TK.new_empty(ids_TK.shape, dtype=torch.int64)
+    counts_E = ids_TK.new_empty((num_experts,), dtype=torch.int64)
+    return rows_NH, counts_E, ids_TK.new_empty(ids_TK.shape, dtype=torch.int64)
 
 
 @torch.library.custom_op("moec::permute_backward", mutates_args=(), device_types="cpu")

@@ -2,8 +2,8 @@
 
 Legend: T tokens, D rows a token at most, N rows, C columns.
 
-``row_of_TD`` (int64) is what ``permute`` gave for one payload, so that others can follow it; it names a row at most once,
-and -1 is no row.
+``row_of_TD`` (int64) is what ``permute`` gave for one payload, so that others can follow it; it names a row at most
+once, and -1 is no row.
 
 * ``place_rows(x_TC, row_of_TD, rows) -> y_NC``: ``y[row_of[t, d]] = x[t]``, zeros where no token goes; N is ``rows``.
 * ``add_rows(y_NC, row_of_TD) -> x_TC``: ``x[t] = sum_d y[row_of[t, d]]``, added in order of d in fp32 (fp64 for fp64).

@@ -1,14 +1,14 @@
 """Dispatchers: how tokens reach the ranks that own their experts, and how results come back.  One a file.
 
-=============== ========================================================================================================
+=============== ====================================================================================================
 ``alltoall``     a row for every pair travels (dropless, uneven all-to-all)
-``allgather``    every rank gets all tokens of ep and computes the pairs of its experts; a reduce-scatter adds the results
+``allgather``    every rank gets all tokens of ep and computes the pairs of its experts; a reduce-scatter adds up
 ``dedup``        a token travels once to each rank that has some of its experts; their results are added there
 ``hierarchical`` the same twice: once to each node, then once to each rank inside it
-=============== ========================================================================================================
+=============== ====================================================================================================
 
-``base.Dispatcher`` is the interface: six stages that emit nodes.  A backend of its own (DeepEP, say) is one more file with
-such a class and a line in ``DISPATCHERS``.
+``base.Dispatcher`` is the interface: six stages that emit nodes.  A backend of its own (DeepEP, say) is one more file
+with such a class and a line in ``DISPATCHERS``.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ One *level* (``Level``) sends tokens to the members of a group, each of which ha
 3. Back: a row for each row received, which home adds by token.
 
 After the last level a rank permutes the received tokens by its own experts; before the way back it adds what they give
-for each token, weighted.  With several members in a token's choice the sums are rounded to the model's dtype once on the
-way: results differ from ``alltoall`` by the order of additions.
+for each token, weighted.  With several members in a token's choice the sums are rounded to the model's dtype once on
+the way: results differ from ``alltoall`` by the order of additions.
 
 Weights travel with the combine: the graph may compute them after the permute.  Their gradient comes back by the duals.
 """
@@ -85,7 +85,7 @@ class Level:
         rows_at, val_R = rows.meta["types"], self.send_R.meta["val"]
         args = (self.send_R, self.size, of.mesh.key(self.axes))
         came_R1 = of.wait(of.call(moec_ops.exchange_counts.default, args, val_R, rows_at))
-        self.recv_R = of.call(aten.reshape.default, (came_R1, [self.size]), val_R, rows_at)
+        self.recv_R = of.call(aten.sum.dim_IntList, (came_R1, [1]), val_R, rows_at)
         self.num_rows = of.call(aten.sym_size.int, (rows, 0), None, None)
         self.tokens: Types = tokens
         x = of.exchange(rows, self.send_R, self.recv_R, self.axes, self.moves)  # 2

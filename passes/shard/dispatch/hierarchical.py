@@ -1,9 +1,9 @@
 """hierarchical: dedup twice, so that a token crosses to another node once, however many of its experts live there.
 
-Ranks of ep are nodes × ranks inside a node (``Plan.ranks_per_node`` cuts the mesh there).  First a token goes to the rank
-with its own place in each node that has some of its experts, then inside that node to their ranks.  On the way back sums
-are formed on the ranks, then in the node, then at home.  Routing limited to few nodes (``RouteSpec.groups``) lowers what
-crosses further.
+Ranks of ep are nodes × ranks inside a node (``Plan.ranks_per_node`` cuts the mesh there).  First a token goes to the
+rank with its own place in each node that has some of its experts, then inside that node to their ranks.  On the way
+back sums are formed on the ranks, then in the node, then at home.  Routing limited to few nodes (``RouteSpec.groups``)
+lowers what crosses further.
 """
 
 from __future__ import annotations

@@ -1,0 +1,241 @@
+"""Dispatchers against dense one-hot algebra, against each other, and in whole models; what they refuse.
+
+``dispatch_block.py`` has the block and its oracle.  The worst error that these examples show is 4e-14.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dispatch_block import Data, compiled, dense, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sabotage import mistakes
+from spmd import Batch, Shape, captured, compile_stages, off, oracle
+from spmd import build as small_model
+from test_gloo_grid import TOLERANCE, trains_like_one_device
+from torch import Tensor
+from witness import WitnessError, witness
+
+import moec
+from moec.compiler import joint_graphs
+from moec.hf import build as hf
+from moec.plan import DISPATCHERS, Plan
+from moec.program import EQUAL_LENGTHS
+from moec.runtime.errors import MoecError
+
+NAMES = [d for d in DISPATCHERS if d != "auto"]
+
+# (E, K), (dp, tp, ep, etp, ranks_per_node)
+SIZES_AND_DEGREES = [
+    ((6, 3), (6, 1, 6, 1, 2)),
+    ((6, 3), (2, 3, 6, 1, 3)),
+    ((6, 6), (2, 1, 2, 1, 1)),
+    ((8, 4), (4, 2, 4, 2, 4)),
+    ((8, 1), (8, 1, 4, 1, 2)),
+    ((8, 8), (1, 8, 8, 1, 4)),
+    ((1, 1), (2, 1, 1, 1, None)),
+]
+
+
+def plan(name: str, degrees: tuple) -> tuple[Plan, int]:
+    dp, tp, ep, etp, node = degrees
+    return Plan(dp, tp, ep, etp, dispatch=name, ranks_per_node=node), dp * tp
+
+
+@st.composite
+def routings(draw, E: int, K: int, dp: int, equal: bool) -> list[Tensor]:
+    """Ids of each dp rank: even or skewed, all to one expert, experts and ranks without a token, pairs dropped."""
+    gen = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    tokens = draw(st.lists(st.integers(0, 6), min_size=dp, max_size=dp))
+    if equal or draw(st.booleans()):
+        tokens = [tokens[0]] * dp
+    skew = draw(st.sampled_from([0.0, 2.0, 50.0]))
+    dropped = draw(st.sampled_from([0.0, 0.0, 0.3, 1.0]))
+    prefer = torch.linspace(skew, 0, E)
+    ids = []
+    for n in tokens:
+        chosen = (torch.rand(n, E, generator=gen) + prefer).argsort(1, descending=True)[:, :K]
+        chosen = chosen.gather(1, torch.rand(n, K, generator=gen).argsort(1))  # in any order
+        ids.append(torch.where(torch.rand(n, K, generator=gen) < dropped, -1, chosen))
+    return ids
+
+
+def error(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    assert torch.equal(got["load"], want["load"])
+    return max(float((got[k] - want[k]).norm() / want[k].norm().clamp_min(1e-3)) for k in want if k != "load")
+
+
+@pytest.mark.parametrize(("sizes", "degrees"), SIZES_AND_DEGREES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_dispatcher_is_one_hot_algebra(name: str, sizes, degrees) -> None:
+    """Values, every gradient (tokens, weights, experts) and the load of the global batch."""
+    program = compiled(*sizes, *plan(name, degrees))
+    equal = EQUAL_LENGTHS in program.facts
+
+    @settings(max_examples=max(5, settings.default.max_examples // 10))
+    @given(routings(*sizes, degrees[0], equal), st.integers(0, 99))
+    def check(ids: list[Tensor], seed: int) -> None:
+        data = Data.of(ids, sizes[0], seed)
+        assert error(run(program, data), dense(data)) < 1e-12
+
+    check()
+
+
+EDGES = {
+    "no tokens": torch.zeros(0, 3, dtype=torch.int64),
+    "all to one rank": torch.tensor([[0, 1, 2]]).expand(5, 3),
+    "all dropped": torch.full((4, 3), -1),
+    "the same pair alone": torch.tensor([[-1, 5, -1]]).expand(4, 3),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("edge", EDGES)
+def test_edges(name: str, edge: str) -> None:
+    program = compiled(6, 3, *plan(name, (6, 1, 6, 1, 2)))
+    data = Data.of([EDGES[edge].clone()] * 6, 6)
+    assert error(run(program, data), dense(data)) < 1e-12
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ten_runs_give_the_same_bits(name: str) -> None:
+    gen = torch.Generator().manual_seed(0)
+    ids = [torch.rand(40, 8, generator=gen).argsort(1)[:, :4] for _ in range(4)]
+    program = compiled(8, 4, *plan(name, (4, 2, 4, 2, 4)))
+    data = Data.of(ids, 8, dtype=torch.float32)
+    first = run(program, data)
+    for _ in range(9):
+        assert all(torch.equal(first[k], v) for k, v in run(program, data).items())
+
+
+# -- in models -------------------------------------------------------------------------------------------------------
+
+MODEL_PLANS = [(2, 2, 4, 1), (4, 1, 2, 2), (1, 4, 4, 1)]
+
+
+def stages(name: str, degrees: tuple, **more) -> dict:
+    dp, tp, ep, etp = degrees
+    node = dp * tp // 2 if name == "hierarchical" else None
+    plan = Plan(dp, tp, ep, etp, dispatch=name, ranks_per_node=node, **more)
+    return dict(compile_stages(captured(Shape(12, biased=True)), plan))
+
+
+MORE = [
+    {}, {"fsdp": True}, {"sequence_parallel": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("more", MORE, ids=str)
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_a_model_after_every_pass(name: str, more: dict) -> None:
+    """Biased experts, a shared expert, tp that does not divide the tokens (of the stream: that does)."""
+    shape = Shape(12, biased=True)
+    truth = oracle(small_model(shape, 3, 2.0), Batch(2, 8 if more.get("sequence_parallel") else 5, 1, 2))
+    for after, program in list(stages(name, MODEL_PLANS[0], **more).items())[2:]:
+        assert off(truth.compare(after, program)) < 1e-12, after
+
+
+@pytest.mark.parametrize("degrees", MODEL_PLANS[1:], ids=str)
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_a_model_under_other_plans(name: str, degrees: tuple) -> None:
+    shape = Shape(12, biased=True)
+    truth = oracle(small_model(shape, 3, 2.0), Batch(4, 5, 1, degrees[0]))
+    assert off(truth.compare("lower", stages(name, degrees)["lower"])) < 1e-12
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_forward_and_backward_as_graphs(name: str) -> None:
+    from test_joint import assert_collectives
+
+    program = stages(name, (2, 2, 4, 1))["lower"]
+    assert_collectives(program, joint_graphs(program))
+
+
+FAMILIES = ("mixtral", "deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        pytest.param(f, n, marks=() if (f, n) == ("mixtral", "dedup") else pytest.mark.nightly, id=f"{f}-{n}")
+        for f in FAMILIES
+        for n in NAMES
+    ],
+)
+def test_family(family: str, name: str) -> None:
+    torch.manual_seed(0)
+    model = hf(family, 1)
+    report = moec.check(model, Plan(dp=2, tp=2, ep=4, dispatch=name, ranks_per_node=2), world_size=4)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "hierarchical" else pytest.mark.nightly) for n in NAMES]
+)
+@pytest.mark.timeout(300)
+def test_real_processes(gloo4, name: str) -> None:
+    more = {"dispatch": name, "ranks_per_node": 2}
+    for r in gloo4.run(trains_like_one_device, "plain", (2, 2, 4, 1), more, timeout=280):
+        assert max(r["loss"], r["grad"][0]) <= TOLERANCE["plain"]
+        assert max(r["norm"], r["params"][0]) <= 1e-5
+
+
+# -- what is wrong ---------------------------------------------------------------------------------------------------
+
+
+def test_refusals() -> None:
+    with pytest.raises(MoecError, match="unknown dispatch 'dedupe' \\(did you mean 'dedup'\\?\\)"):
+        Plan(ep=2, dispatch="dedupe").validate(2)
+    with pytest.raises(MoecError, match="needs ranks_per_node"):
+        Plan(ep=4, dispatch="hierarchical").validate(4)
+    with pytest.raises(MoecError, match="ranks_per_node=3 does not divide the 4 ranks"):
+        Plan(ep=4, dispatch="hierarchical", ranks_per_node=3).validate(4)
+    with pytest.raises(MoecError, match=r"do not nest.* with ranks_per_node=2: 2 does not divide 3"):
+        Plan(tp=3, ep=6, dispatch="hierarchical", ranks_per_node=2).validate(6)
+    with pytest.raises(MoecError, match="ranks_per_node='2' is neither None nor a positive integer"):
+        Plan(ep=4, ranks_per_node="2").validate(4)
+    for name in NAMES:
+        Plan(dispatch=name).validate(2)  # without expert parallelism nothing is dispatched
+
+
+def test_gathered_tokens_are_equal_parts() -> None:
+    """Where dp ranks share what is gathered; ranks that hold the same tokens have nothing to agree on."""
+    assert EQUAL_LENGTHS in compiled(6, 3, *plan("allgather", (6, 1, 6, 1, None))).facts
+    assert EQUAL_LENGTHS not in compiled(8, 8, *plan("allgather", (1, 8, 8, 1, None))).facts
+    assert EQUAL_LENGTHS not in compiled(6, 3, *plan("dedup", (6, 1, 6, 1, None))).facts
+    assert EQUAL_LENGTHS in compiled(8, 4, *plan("alltoall", (8, 1, 4, 2, None))).facts  # over etp
+
+
+CLEAR = 1e-3
+UNSEEN = ("ids rolled", "weights rolled", "row numbers rolled", "inverse flipped", "counts reversed")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "dedup" else pytest.mark.nightly) for n in NAMES[1:]]
+)
+def test_every_mistake_is_caught(name: str) -> None:
+    """By the numbers; of those in collectives, by the second witness too."""
+    shape = Shape(12, biased=True)
+    truth = oracle(small_model(shape, 3, 2.0), Batch(2, 9, 1, 2))
+    program = stages(name, (2, 2, 4, 1))["shard"]
+    assert off(truth.compare("shard", program)) < 1e-13
+    witness(program)
+    missed, unseen, found = [], [], 0
+    for m in mistakes(program):
+        if "layers.0.moe" not in m.what:
+            continue
+        found += 1
+        try:
+            error = off(truth.compare("sabotaged", m.program))
+        except (MoecError, RuntimeError, IndexError):
+            error = float("inf")
+        if error < CLEAR:
+            missed.append((error, m.what))
+        try:
+            witness(m.program)
+            unseen.append(m.what)
+        except (WitnessError, MoecError):  # ill typed, or refused by a kernel
+            pass
+    assert found > 15 and not missed
+    assert not [u for u in unseen if not u.startswith(UNSEEN)]
