@@ -87,6 +87,16 @@ def convert(primitive: str, xs: Tensors, dim: int, to_dim: int) -> list[Tensor]:
     return CONVERT[primitive](xs, dim, to_dim)
 
 
+def sent(primitive: str, x: Tensor, size: int, rows: Sequence[int] | None = None) -> list[int]:
+    """Bytes that a rank with ``x`` sends each of the ``size`` members of its group (itself too), if every part goes
+    straight to the rank that needs it.  ``rows``: of an uneven exchange."""
+    if rows is not None:
+        return [n * (x.nbytes // len(x) if len(x) else 0) for n in rows]
+    whole = {"all_gather": x.nbytes, "all_reduce": 2 * x.nbytes // size}
+    part = dict.fromkeys(("reduce_scatter", "all_to_all", "counts"), x.nbytes // size)
+    return [(whole | part).get(primitive, 0)] * size
+
+
 def _parts(x: Tensor, size: int, dim: int) -> tuple[Tensor, ...]:
     if x.shape[dim] % size:
         raise MoecError(f"dim {dim} of a tensor of shape {tuple(x.shape)} cannot be dealt to {size} ranks")

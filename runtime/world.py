@@ -30,7 +30,8 @@ from .torch_compat import OpOverload
 
 @dataclass(frozen=True)
 class Event:
-    """One executed collective: ``bytes[rank]`` is ``Collective.tensor_bytes`` there."""
+    """One executed collective: ``bytes[rank]`` is ``Collective.tensor_bytes`` there; ``sent[rank][other]`` what one
+    rank sends another (0 to itself) if each part goes straight to the rank that needs it."""
 
     kind: str
     group: str
@@ -38,6 +39,7 @@ class Event:
     node: str
     phase: str
     """``forward``, or ``backward`` when autograd ran it as the dual of ``node``."""
+    sent: tuple[tuple[int, ...], ...] = ()
 
 
 class LockstepWorld:
@@ -133,7 +135,7 @@ class LockstepWorld:
             def run(ranks: Sequence[int], mine: Sequence[Tensor]) -> list[Tensor]:
                 return simulate.exchange(mine, [s[i] for i in ranks], [r[i] for i in ranks], [n[i] for i in ranks])
 
-            return self._across(c, key, node, values, run, phase)
+            return self._across(c, key, node, values, run, phase, s)
 
         def backward(grads: Sequence[Tensor]) -> list[Tensor]:
             return forward(self.table[entry.dual], "backward", grads, recvs, sends, rows_in)
@@ -148,14 +150,22 @@ class LockstepWorld:
         xs: Sequence[Tensor],
         run: Callable[[Sequence[int], Sequence[Tensor]], list[Tensor]],
         phase: str = "forward",
+        rows: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
-        """``run(ranks, their tensors)`` in every group of ``key``; results by rank."""
+        """``run(ranks, their tensors)`` in every group of ``key``; results by rank.  ``rows``: of an uneven exchange,
+        how many each rank sends each member of its group."""
         ys: dict[int, Tensor] = {}
         for ranks in self.mesh.groups(key):
             ys.update(zip(ranks, run(ranks, [xs[r] for r in ranks]), strict=True))
         out = [ys[r] for r in range(self.mesh.world)]
         moved = tuple(entry.tensor_bytes(x.nbytes, y.nbytes) for x, y in zip(xs, out, strict=True))
-        self.log.append(Event(entry.kind, key, moved, node.name, phase))
+        sent = [[0] * self.mesh.world for _ in xs]
+        for ranks in self.mesh.groups(key):
+            for r in ranks:
+                parts = simulate.sent(entry.primitive, xs[r], len(ranks), None if rows is None else rows[r].tolist())
+                for other, part in zip(ranks, parts, strict=True):
+                    sent[r][other] = part if other != r else 0
+        self.log.append(Event(entry.kind, key, moved, node.name, phase, tuple(map(tuple, sent))))
         return out
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dispatch_block import Data, compiled, dense, run
+from dispatch_block import Data, H, compiled, dense, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sabotage import mistakes
@@ -23,6 +23,8 @@ from moec.hf import build as hf
 from moec.plan import DISPATCHERS, Plan
 from moec.program import EQUAL_LENGTHS
 from moec.runtime.errors import MoecError
+from moec.runtime.world import Event
+from moec.traffic import Payload, predict
 
 NAMES = [d for d in DISPATCHERS if d != "auto"]
 
@@ -107,6 +109,41 @@ def test_ten_runs_give_the_same_bits(name: str) -> None:
     first = run(program, data)
     for _ in range(9):
         assert all(torch.equal(first[k], v) for k, v in run(program, data).items())
+
+
+@pytest.mark.parametrize("degrees", [(6, 1, 6, 1, 2), (6, 1, 3, 1, None)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_traffic_predicted_from_the_routing_is_what_is_counted(name: str, degrees: tuple) -> None:
+    """What every rank sends every other, forward and backward."""
+    E, K, node = 6, 3, degrees[4]
+    if name == "hierarchical" and node is None:
+        degrees = (*degrees[:4], node := 1)
+    program = compiled(E, K, *plan(name, degrees))
+    groups = program.mesh.groups(program.mesh.role("ep"))
+
+    @settings(max_examples=8)
+    @given(routings(E, K, degrees[0], EQUAL_LENGTHS in program.facts))
+    def check(ids: list[Tensor]) -> None:
+        log: list[Event] = []
+        run(program, Data.of(ids, E), log)
+        for ranks in groups:
+            mine = [ids[r] for r in ranks]
+            want = predict(name, mine, E, Payload(H * 8, K * 4, K * 8), ranks_per_node=node)
+            for phase in ("forward", "backward"):
+                sent = torch.stack([torch.tensor(e.sent) for e in log if e.phase == phase]).sum(0)
+                assert torch.equal(sent[list(ranks)][:, list(ranks)], getattr(want, phase)), phase
+
+    check()
+
+
+def test_dedup_never_sends_more_rows_than_alltoall() -> None:
+    @given(routings(8, 4, 4, False))
+    def check(ids: list[Tensor]) -> None:
+        rows = {n: predict(n, ids, 8, Payload(1, 0, 0), ranks_per_node=2).rows for n in ("alltoall", "dedup")}
+        assert bool((rows["dedup"] <= rows["alltoall"]).all())
+        assert bool((rows["dedup"] <= torch.tensor([len(i) for i in ids])[:, None]).all())
+
+    check()
 
 
 # -- in models -------------------------------------------------------------------------------------------------------
