@@ -110,7 +110,7 @@ def main() -> None:
     distinct = RANKS * (1 - comb(a.experts - share, a.top_k) / comb(a.experts, a.top_k))
     setting = f"H={a.hidden}, E={a.experts}, K={a.top_k}, {RANKS} ranks in nodes of {PER_NODE}"
     print(f"{setting}, {a.tokens} tokens a rank, fp32")
-    print(f"{distinct:.2f} distinct ranks of {a.top_k} choices are expected, {distinct / a.top_k:.3f} of alltoall's rows")
+    print(f"expected: {distinct:.2f} distinct ranks of {a.top_k} choices, {distinct / a.top_k:.3f} of alltoall's rows")
     results: dict[str, dict[str, Any]] = {}
     for routing in ("uniform", "node-limited"):
         heads = ("backward MB", 13), ("rows", 9), ("of alltoall", 13), ("crossing MB", 13), ("of alltoall", 13)
