@@ -12,10 +12,12 @@ from moec.module import ParallelModule
 from moec.plan import Plan
 from moec.runtime.errors import MoecError
 from moec.state import full_grads, full_state_dict, load_full_state_dict, shard_batch
+from moec.statistics import MoEStats, moe_stats
 
 __all__ = [
     "CheckReport",
     "Explanation",
+    "MoEStats",
     "MoecError",
     "ParallelModule",
     "Plan",
@@ -25,6 +27,7 @@ __all__ = [
     "full_grads",
     "full_state_dict",
     "load_full_state_dict",
+    "moe_stats",
     "parallelize",
     "shard_batch",
     "sharding_rule",

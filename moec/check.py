@@ -2,7 +2,8 @@
 
 One process, a simulated world, no GPU.  Everything runs in float64 (``moec.promote``): the user's module in eager mode
 on the global batch is the oracle; the captured graph and the graph after every pass must equal it, outputs and every
-parameter's gradient, and ranks that hold the same value must agree.  The first pass that does not is named.
+parameter's gradient, and ranks that hold the same value must agree.  What the graph counts (``program.statistics``)
+must stay what it was before sharding.  The first pass that does not is named.
 """
 
 from __future__ import annotations
@@ -183,6 +184,8 @@ class _Oracle:
             }
             if roots:
                 torch.autograd.backward(roots, [self.cotangents[id(x)] for x in roots])
+        self.counted: dict[str, Tensor] = {}
+        """Statistics of the global batch, before sharding."""
 
     def compare(self, name: str, program: Program) -> PassReport:
         promoted = promote_program(program)
@@ -196,6 +199,11 @@ class _Oracle:
         cot = {path: self.cotangents[id(x)] for path, x in want.items() if id(x) in self.cotangents}
         got = simulate.run(promoted, params, inputs, cot)
         outputs = {path: _relative(got.outputs[path], want[path].detach()) for path in got.outputs}
+        for what, value in got.statistics.items():
+            if "sharded" not in program.facts:
+                self.counted[what] = value
+            elif what in self.counted:
+                outputs[f"statistic {what}"] = _relative(value, self.counted[what])
         truth = {
             ph: self._full_grad(spec) for ph, spec in program.params.items() if spec.requires_grad and not spec.buffer
         }

@@ -1,7 +1,7 @@
 """parallelize: the pipeline on one screen.
 
-capture → normalize → raise_moe → shard → redundant → fsdp (where asked for) → lower → expand (where layers are equal)
-→ bind to process groups → ParallelModule
+capture → normalize → raise_moe → statistics → shard → redundant → fsdp (where asked for) → lower
+→ expand (where layers are equal) → bind to process groups → ParallelModule
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from moec.passes.raise_moe import raise_moe
 from moec.passes.redundant import redundant
 from moec.passes.shard import shard
 from moec.passes.shard.custom import sharding_rule
+from moec.passes.statistics import statistics
 from moec.passes.units import units
 from moec.plan import Plan
 from moec.preflight import agree, digest
@@ -43,7 +44,7 @@ __all__ = [
     "PIPELINE", "JointGraphs", "compile_program", "expand", "expanded", "joint_graphs", "parallelize", "sharding_rule",
 ]  # fmt: skip
 
-PIPELINE: tuple[Pass, ...] = (normalize, raise_moe, shard, redundant, fsdp, units, lower)
+PIPELINE: tuple[Pass, ...] = (normalize, raise_moe, statistics, shard, redundant, fsdp, units, lower)
 
 
 def compile_program(

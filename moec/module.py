@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from moec import shards
+from moec.accounts import Accounts, expert_load, pending_groups
 from moec.epilogue import Reduction, enter, to_local
 from moec.inputs import Call, bind, canonical, counts_as_tensors
 from moec.placement import R, Types, show
@@ -88,14 +89,12 @@ class ParallelModule(nn.Module):
         self._build_tree(source, program)
         if groups is not None:
             keys = {shards.sharding(s.types, self._mesh) for s in self._slots.values()}
-            keys.add(self._mesh.key((*self._mesh.role("edp"), *self._mesh.role("ep"))))  # expert_load
-            groups.ensure(keys - {""} | set(program.grad_reductions.values()) - {""})
+            groups.ensure((keys | set(program.grad_reductions.values()) | pending_groups(program)) - {""})
         self._check_same_values(source)
         self._program = program
         first = bind(self._signature, tuple(example_args), dict(example_kwargs or {}))
         self._programs: dict[str, Program] = {first.key(program.training): self._accepted(program)}
-        self.expert_counts: dict[str, Tensor] = {}
-        """Path of a MoE block -> how many of this rank's tokens went to each expert, in the last forward."""
+        self.accounts = Accounts()
         self.last_sizes: dict[str, tuple[int, ...]] = {}
         """Shapes of this rank's inputs in the last forward, by path (what ``moec.explain`` states bytes for)."""
         self.register_state_dict_post_hook(_state_dict_hook)
@@ -106,6 +105,11 @@ class ParallelModule(nn.Module):
     def program(self) -> Program:
         """The program that ran last (before the first call: the one compiled first)."""
         return self._program
+
+    @property
+    def groups(self) -> Groups | None:
+        """Process groups of the mesh; None with one rank."""
+        return self._groups
 
     @property
     def dp_size(self) -> int:
@@ -131,7 +135,7 @@ class ParallelModule(nn.Module):
         resharding = Resharding(owners) if reshards else None
         with resharding.hooks() if resharding is not None else nullcontext():
             results = program.module(*self._operands(program, tensors, resharding))
-        self.expert_counts = {path: results[i].detach() for path, i in program.expert_counts.items()}
+        self.accounts.forward(program, results, self.training)
         leaves = [o.constant if o.index is None else self._leaf(o, results[o.index]) for o in program.outputs]
         return pytree.tree_unflatten(leaves, program.out_spec)
 
@@ -148,15 +152,7 @@ class ParallelModule(nn.Module):
 
     def expert_load(self) -> dict[str, Tensor]:
         """Tokens per expert of each MoE block in the last forward, over the global batch.  Collective."""
-        counts = list(self.expert_counts.values())
-        # Ranks of ep and edp dealt with distinct tokens, ranks of etp with the same ones.
-        key = self._mesh.key((*self._mesh.role("edp"), *self._mesh.role("ep")))
-        if not counts or not key:
-            return dict(self.expert_counts)
-        assert self._groups is not None
-        total = torch.cat(counts)
-        dist.all_reduce(total, group=self._groups.group(key))
-        return dict(zip(self.expert_counts, total.split([c.numel() for c in counts]), strict=True))
+        return expert_load(self.accounts.last, self._program, self._groups)
 
     # ------------------------------------------------------------------------------------------- building
     def _check_world(self) -> int:
@@ -273,7 +269,7 @@ class ParallelModule(nn.Module):
         assert program is not None
         program = self._bind_fn(program)
         if self._groups is not None:
-            self._groups.ensure(set(program.grad_reductions.values()) - {""})
+            self._groups.ensure((set(program.grad_reductions.values()) | pending_groups(program)) - {""})
         self._programs[key] = program
         return program
 

@@ -88,6 +88,21 @@ class OutputSpec:
 
 
 @dataclass(frozen=True)
+class Statistic:
+    """A value that leaves the graph behind the outputs, for people: float64, without a gradient."""
+
+    index: int
+    """Position among the graph's results."""
+    types: Types = field(default_factory=dict)
+    """After ``shard``: a pending sum (P) over some axes, the same on all ranks of the others."""
+
+    @property
+    def pending(self) -> tuple[str, ...]:
+        """The axes over which what ranks have is to be summed."""
+        return tuple(a for a, t in self.types.items() if t.kind == "P")
+
+
+@dataclass(frozen=True)
 class MoEBlock:
     """A MoE block that capture found: ``path`` of the module that owns the experts, and how it was raised."""
 
@@ -158,9 +173,8 @@ class Program:
     """What holds of this graph: the vocabulary of ``PassContract.requires`` and ``provides``."""
     grad_reductions: dict[str, str] = field(default_factory=dict)
     """After ``lower``: parameter placeholder -> group key over which its gradient is summed when backward ends."""
-    expert_counts: dict[str, int] = field(default_factory=dict)
-    """After ``shard``: path of a MoE block -> position among the graph's results (past the outputs) of the int64 count
-    of this rank's tokens per expert."""
+    statistics: dict[str, Statistic] = field(default_factory=dict)
+    """``<path of a MoE block>:<what>`` -> a value past the outputs; ``tally`` (``moec.tally``) for every block."""
     why_not: list[str] = field(default_factory=list)
     """Rewrites that were looked at and declined, each with its reason."""
     own_plan: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -189,10 +203,16 @@ class Program:
             constants=dict(self.constants),
             facts=set(self.facts),
             grad_reductions=dict(self.grad_reductions),
-            expert_counts=dict(self.expert_counts),
+            statistics=dict(self.statistics),
             why_not=list(self.why_not),
             layout_reasons=dict(self.layout_reasons),
         )
+
+    def add_statistic(self, name: str, value: fx.Node) -> None:
+        """Let ``value`` leave the graph under ``name``."""
+        output = self.graph.output_node()
+        self.statistics[name] = Statistic(len(output.args[0]))
+        output.args = ((*output.args[0], value),)
 
     def size_problems(self, shapes: Mapping[str, tuple[int, ...]], dp: int = 1) -> list[str]:
         """Which assumptions of capture inputs of these shapes (by placeholder, a dp-th of the batch) do not meet."""

@@ -29,7 +29,8 @@ class Result:
     grads: dict[str, Tensor | None]
     disagreement: float
     log: list[Event]
-    expert_counts: dict[str, Tensor]
+    statistics: dict[str, Tensor]
+    """Summed over the ranks."""
 
 
 def run(
@@ -81,8 +82,11 @@ def run(
         parts = [shards.trim(p, param.shape, param.types, mesh, r) for r, p in zip(ranks, parts, strict=True)]
         grads[name], diff = _assemble(parts, param.types, mesh)
         disagreement = max(disagreement, diff)
-    counts = {path: _total(program, [results[r][i] for r in ranks]) for path, i in program.expert_counts.items()}
-    return Result(outputs, grads, disagreement, world.log, counts)
+    statistics = {}
+    for name, s in program.statistics.items():
+        statistics[name], diff = _total([results[r][s.index] for r in ranks], s.pending, mesh)
+        disagreement = max(disagreement, diff)
+    return Result(outputs, grads, disagreement, world.log, statistics)
 
 
 def _rank_values(program: Program, params, inputs, mesh: Mesh, rank: int) -> dict[str, Any]:
@@ -125,9 +129,8 @@ def _reduce(parts: list[Tensor], key: str, mesh: Mesh) -> list[Tensor]:
     return out
 
 
-def _total(program: Program, counts: list[Tensor]) -> Tensor:
-    """Tokens per expert over the global batch: ranks of ep and edp hold distinct tokens, ranks of etp the same."""
-    mesh = program.mesh
-    axes = (*mesh.role("edp"), *mesh.role("ep"))
-    group = mesh.groups(axes)[0] if axes else (0,)
-    return torch.stack([counts[r] for r in group]).sum(0)
+def _total(parts: list[Tensor], pending: tuple[str, ...], mesh: Mesh) -> tuple[Tensor, float]:
+    """The sum over the axes on which it is pending, and how far ranks that have the same sum are apart."""
+    totals = _reduce(parts, mesh.key(pending), mesh) if pending else parts
+    scale = totals[0].abs().max().clamp_min(1e-300)
+    return totals[0], max(float((t - totals[0]).abs().max() / scale) for t in totals)

@@ -12,10 +12,10 @@ alike.  For each run
 1. The *segment* of a unit is what lies between the boundaries before and after it.
 2. *Steady state*: the segment of the third unit is that of the second, node by node, up to the names of parameters:
    the same operations, constants, shapes, types and groups, and the same values from outside.  What leaves a segment
-   has the types of what enters it, and leaves through its boundary (counts of tokens apart).  So a copy of it may
+   has the types of what enters it, and leaves through its boundary (statistics apart).  So a copy of it may
    follow it, and another one that.
 3. Copy the third segment for every unit that is missing, reading from the one before, with the unit's own parameters.
-4. What the program says of the third unit it says of each copy: parameters, reductions, blocks, counts, reasons.
+4. What the program says of the third unit it says of each copy: parameters, reductions, blocks, statistics, reasons.
 5. Boundaries go; the value that one stood on is marked (``meta["boundary"]``), so that others can tell units apart.
 """
 
@@ -31,7 +31,7 @@ from torch import fx
 
 from moec.passes.contract import Pass, PassContract
 from moec.plan import Plan
-from moec.program import ParamSpec, Program, Repeat, placeholder_name
+from moec.program import ParamSpec, Program, Repeat, Statistic, placeholder_name
 from moec.runtime.errors import MoecError
 from moec.runtime.torch_compat import expr, is_unbacked
 
@@ -68,14 +68,14 @@ class _Run:
         self.segment = list(_between(second, third))
         layers = {unit: "|".join(map(re.escape, repeat.layers(unit))) for unit in (1, 2)}
         self._paths = {unit: re.compile(rf"(?<![\w.])(?:{paths})(?!\w)") for unit, paths in layers.items()}
-        self.counted = {self._output(i): path for path, i in program.expert_counts.items()}
+        self.counted = {self._output(s.index): name for name, s in program.statistics.items()}
 
     def expand(self) -> None:
         self._steady()
         _, entry, exit_ = self.marks
         follows, last, readers = exit_.next, exit_, set(exit_.users)
         params = self._params()
-        counts: dict[str, fx.Node] = {}
+        statistics: dict[str, fx.Node] = {}
         for unit in range(self.repeat.KEPT, self.repeat.units):  # 3
             env: dict[fx.Node, fx.Node] = {entry: last, **params[unit]}
             with self.graph.inserting_before(follows):
@@ -84,7 +84,7 @@ class _Run:
                     if "where" in copy.meta:
                         copy.meta["where"] = self._rename(copy.meta["where"], unit)
                     if node in self.counted:
-                        counts[self._rename(self.counted[node], unit)] = copy
+                        statistics[self._rename(self.counted[node], unit)] = copy
                 last = env[exit_.args[0]]
             last.meta["boundary"] = True
         node = follows  # what was made of the third unit's output is made of the last one's
@@ -93,7 +93,7 @@ class _Run:
                 node.meta["where"] = self._rename(node.meta["where"], self.repeat.units - 1)
             node = node.next
         exit_.replace_all_uses_with(last, delete_user_cb=lambda user: user in readers)
-        self._tables(counts)
+        self._tables(statistics)
 
     # -- 2
 
@@ -184,7 +184,7 @@ class _Run:
             program.grad_reductions[node.name] = program.grad_reductions[spec.placeholder]
         return node
 
-    def _tables(self, counts: dict[str, fx.Node]) -> None:
+    def _tables(self, statistics: dict[str, fx.Node]) -> None:
         program, units = self.program, range(self.repeat.KEPT, self.repeat.units)
         ours = self.repeat.layers(2)
         blocks = [b for b in program.blocks if self._inside(b.path, ours)]
@@ -201,22 +201,25 @@ class _Run:
                 program.layout_reasons |= {self._rename(name, u): self._rename(why, u) for u in units}
         of_third = [w for w in program.why_not if self._rename(w, self.repeat.units) != w]
         program.why_not += [self._rename(w, u) for u in units for w in of_third]
-        if counts:
-            self._add_counts(counts, ours)
+        if statistics:
+            self._add_statistics(statistics, ours)
 
-    def _add_counts(self, counts: dict[str, fx.Node], ours: list[str]) -> None:
+    def _add_statistics(self, copies: dict[str, fx.Node], ours: list[str]) -> None:
+        """Behind those of the third unit of the same kind, as a pass over all layers would have added them."""
         program = self.program
         output = program.graph.output_node()
         leaves = list(output.args[0])
-        last = [p for p in program.expert_counts if self._inside(p, ours)][-1]
-        start = len(leaves) - len(program.expert_counts)
+        start = len(leaves) - len(program.statistics)
+        last = {_kind(n): n for n in program.statistics if self._inside(n.partition(":")[0], ours)}
         nodes: dict[str, fx.Node] = {}
-        for path, i in program.expert_counts.items():
-            nodes[path] = leaves[i]
-            if path == last:
-                nodes |= counts
+        for name, s in program.statistics.items():
+            nodes[name] = leaves[s.index]
+            if last.get(_kind(name)) == name:
+                nodes |= {n: copy for n, copy in copies.items() if _kind(n) == _kind(name)}
         output.args = ((*leaves[:start], *nodes.values()),)
-        program.expert_counts = {path: start + i for i, path in enumerate(nodes)}
+        program.statistics = {
+            n: Statistic(start + i, dict(v.meta.get("types", {}))) for i, (n, v) in enumerate(nodes.items())
+        }
 
     # -- names
 
@@ -243,6 +246,10 @@ class _Run:
     def _unlike(self, how: str, node: fx.Node | None = None) -> Unlike:
         first, second = (self.repeat.layers(u)[0] for u in (1, 2))
         return Unlike(f"{first} and {second} {how}", where=node.meta.get("where", "") if node is not None else "")
+
+
+def _kind(statistic: str) -> str:
+    return statistic.partition(":")[2]
 
 
 def _between(start: fx.Node, end: fx.Node) -> Iterator[fx.Node]:

@@ -71,12 +71,15 @@ def run(
     return program
 
 
+_CONTRACT = ("params", "inputs", "outputs", "statistics", "grad_reductions")
+
+
 def _changed(before: Program, after: Program) -> bool:
     """Is there anything that the last check has not seen: another graph, contract, or types for the first time?"""
     return (
         str(before.graph) != str(after.graph)
         or ("sharded" in before.facts) != ("sharded" in after.facts)
-        or any(getattr(before, f) != getattr(after, f) for f in ("params", "inputs", "outputs", "grad_reductions"))
+        or any(getattr(before, f) != getattr(after, f) for f in _CONTRACT)
     )
 
 

@@ -153,7 +153,7 @@ def _slice_scatter(program: Program, node: fx.Node) -> None:
     parts: dict[int, tuple[int, fx.Node]] = {}
     dim, base = None, node
     while base.op == "call_function" and op_name(base) == "aten.slice_scatter":
-        args: list = list(base.args) + [0, None, None, 1][len(base.args) - 2 :]
+        args = list(base.args) + [0, None, None, 1][len(base.args) - 2 :]
         _, part, at, start, end, step = args
         size = base.meta["val"].shape[at]
         numbers = all(isinstance(x, int) for x in (size, start or 0, end or 0))

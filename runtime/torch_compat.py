@@ -180,6 +180,11 @@ def without_modes() -> contextlib.AbstractContextManager:
     return _disable_current_modes()
 
 
+def in_backward() -> bool:
+    """Is this thread running a backward (and so a forward in it a recomputation)?"""
+    return torch._C._current_graph_task_id() != -1
+
+
 def is_fake(x: object) -> bool:
     return isinstance(x, FakeTensor)
 

@@ -124,8 +124,7 @@ def dense(data: Data) -> dict[str, Tensor]:
     hidden = torch.nn.functional.silu(torch.einsum("th,ehi->tei", x, up))
     y = torch.einsum("tk,tke,tei,eih->th", w, hot_TKE, hidden, down)
     y.backward(torch.cat(cotangents(data)))
-    load = hot_TKE.sum((0, 1)).long()
-    return {"y": y.detach(), "x": x.grad, "w": w.grad, "up": up.grad, "down": down.grad, "load": load}
+    return {"y": y.detach(), "x": x.grad, "w": w.grad, "up": up.grad, "down": down.grad}
 
 
 def run(program: Program, data: Data, log: list[Event] | None = None) -> dict[str, Tensor]:
@@ -158,7 +157,6 @@ def run(program: Program, data: Data, log: list[Event] | None = None) -> dict[st
         if key := program.grad_reductions.get(name):
             parts = simulate._reduce(parts, key, mesh)
         found[spec.name] = whole(parts, spec.types)
-    found["load"] = simulate._total(program, [o[program.expert_counts["moe"]] for o in outs])
     if log is not None:
         log += world.log
     return found

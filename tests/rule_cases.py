@@ -166,7 +166,8 @@ def _(d, op):
     chosen = d.ids("t 2", 4)
     kept, logits = chosen.masked_fill(d.mask("t 2"), -1), d.x("t 4")
     d.constants.add(id(logits))
-    return op.default, (logits, chosen, kept, d.mask("t") if d.pick(True, False) else None, d.pick(*SCORES))
+    given = [x if d.pick(True, False) else None for x in (kept, logits, d.mask("t"))]
+    return op.default, (chosen, *given, 4, d.pick(*SCORES))
 
 
 @case("moec.boundary")

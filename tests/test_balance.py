@@ -1,4 +1,4 @@
-"""balance, tally and inject: against formulas written out in float64, and on simulated ranks.
+"""balance and inject: against formulas written out in float64, and on simulated ranks.
 
 Legend: B batch, S sequence, T = B*S tokens, H hidden, E experts, K choices per token.
 """
@@ -68,18 +68,6 @@ def test_padding_may_hold_anything():
     assert z.grad.isfinite().all()
 
 
-def test_tally():
-    z = torch.tensor([[0.0, 0.0], [0.0, -1e9], [5.0, 5.0], [1.0, 2.0]])
-    chosen = torch.tensor([[0, 1], [0, 1], [-1, -1], [1, 0]])
-    kept = torch.tensor([[0, -1], [0, 1], [-1, -1], [-1, -1]])
-    valid = torch.tensor([True, True, False, True])
-    p = torch.tensor([1.0, 2.0]).double().softmax(0)
-    entropy = torch.tensor(2.0).double().log() - (p * p.log()).sum()
-    want = torch.tensor([3, 3, 3, 3, float(entropy)], dtype=torch.float64)
-    torch.testing.assert_close(ops.tally(z, chosen, kept, valid, "softmax_pre"), want, rtol=1e-6, atol=0)
-    assert ops.tally(z, chosen, kept, None, "softmax_pre")[2] == 4
-
-
 def test_inject():
     x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
     w = torch.tensor(2.0, requires_grad=True)
@@ -99,6 +87,4 @@ def test_opcheck(dtype):
     torch.library.opcheck(ops.balance, (z[None].detach(), None, 2, "sigmoid"))
     grad = torch.randn(4, dtype=ops.balance(z, None, 2, "sigmoid")[0].dtype)
     torch.library.opcheck(ops.balance_backward, (grad, z.detach(), valid, "sigmoid"))
-    ids = torch.randint(-1, 4, (6, 2))
-    torch.library.opcheck(ops.tally, (z.detach(), ids, ids, valid, "sigmoid"))
     torch.library.opcheck(ops.inject, (z, torch.tensor(1.0, requires_grad=True)))

@@ -48,7 +48,7 @@ def text(program: Program) -> list[str]:
 
 def assert_equal(short: Program, full: Program) -> None:
     assert text(short) == text(full)
-    for field in ("params", "grad_reductions", "expert_counts", "layout_reasons", "outputs", "inputs", "size_guards"):
+    for field in ("params", "grad_reductions", "statistics", "layout_reasons", "outputs", "inputs", "size_guards"):
         assert getattr(short, field) == getattr(full, field), field
     assert list(short.params) == list(full.params)
     strip = [[(b.path, b.num_experts, b.top_k, b.stacked) for b in p.blocks] for p in (short, full)]

@@ -119,7 +119,9 @@ def test_expert_counts_are_those_of_the_global_batch() -> None:
     params = {ph: truth.tensors[s.name].detach() for ph, s in program.params.items()}
     inputs = {ph: ids if s.path in ("ids", "0") else labels for ph, s in program.inputs.items()}
     got = simulate.run(program, params, inputs, {})
-    (counts,) = got.expert_counts.values()
+    (tally,) = got.statistics.values()
+    counts, (dropped, tokens) = tally[: shape.experts], tally[shape.experts :]
+    assert (dropped, tokens) == (0, 2)
     assert counts.sum() == 2 * shape.k
     assert sorted(counts.tolist())[-3:] == [2, 2, 2]
     assert torch.equal(counts.bool().sum(), torch.tensor(3))

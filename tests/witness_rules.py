@@ -167,10 +167,6 @@ def _own_ids(w, node, ids_TK, numbers_N):
     return typed
 
 
-def _expert_counts(w, node, ids_TK, numbers_N, num_experts):
-    return w.einsum("t_,n->_", ids_TK, numbers_N)
-
-
 def _destinations(w, node, ids_TK, *_):
     return w.einsum("t_->t_", ids_TK)
 
@@ -245,8 +241,8 @@ def _inject(w, node, x, loss):
     return w.einsum("...->...", x, linear_in=(0,))
 
 
-def _tally(w, node, logits_TE, chosen_TK, kept_TK, valid_T, *_):
-    given = [x for x in (logits_TE, chosen_TK, kept_TK, valid_T) if x is not None]
+def _tally(w, node, *xs):
+    given = [x for x in xs if isinstance(x, Tensor)]
     return w.einsum(",".join("t" + "_" * (x.ndim - 1) for x in given) + "->_", *given)
 
 
@@ -260,7 +256,7 @@ MOEC: dict[str, Callable] = {
     "moec.permute": _permute, "moec.unpermute": _unpermute, "moec.grouped_mm": _grouped_mm,
     "moec.grouped_add": _grouped_add, "moec.sort_chunks": _sort_chunks, "moec.pad_rows": _own_rows,
     "moec.take_rows": _own_rows, "moec.lookup": _lookup, "moec.pick": _pick,
-    "moec.permute_kept": _permute_kept, "moec.own_ids": _own_ids, "moec.expert_counts": _expert_counts,
+    "moec.permute_kept": _permute_kept, "moec.own_ids": _own_ids,
     "moec.destinations": _destinations, "moec.place_rows": _place_rows, "moec.add_rows": _add_rows,
     "moec.blocked_logsumexp": _blocked_logsumexp, "moec.boundary": _own_rows, "moec.route": _route, "moec.drop": _drop,
     "moec.balance": _balance, "moec.inject": _inject, "moec.tally": _tally,

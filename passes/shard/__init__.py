@@ -64,7 +64,6 @@ class Sharder:
         self.vocabulary = Vocabulary(self)
         self.vocabulary_size = 0
         self.created: dict[tuple[fx.Node, int], str] = {}
-        self.counts: dict[str, fx.Node] = {}
         self.token_counts: list[fx.Node] = []
         """Global counts of more than the batch (B·S): equal on all ranks only if their sequence lengths are."""
 

@@ -78,8 +78,6 @@ class Experts:
             ctx.program.facts.add(EQUAL_LENGTHS)
         x, ids = self._deal(x, region, 0.0), self._deal(ids, region, -1)
         outs = dispatcher.dispatch(x, ids)
-        if dispatcher.load is not None:
-            ctx.counts[where] = dispatcher.load
         self.regions[outs[2]] = region
         for user in list(node.users):
             user.replace_all_uses_with(outs[user.args[1]])

@@ -2,7 +2,7 @@
 
 Scalars are invariant.  A tensor that carries the batch stays this rank's slice over dp, logits beside a loss stay
 sharded by the vocabulary over tp, anything else becomes whole; ``Plan.outputs`` chooses ``full`` or ``drop`` instead.
-The counts of tokens per expert leave the graph behind the outputs.
+Statistics leave the graph behind the outputs, pending sums as what they are.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 from torch import fx
 
 from moec.placement import R, S, Type
-from moec.program import OutputSpec, op_name
+from moec.program import OutputSpec, Statistic, op_name
 from moec.runtime.errors import MoecError
 
 
@@ -40,9 +40,12 @@ def place_outputs(ctx, node: fx.Node) -> None:
         )
         kept.append(value)
     ctx.program.outputs = specs
-    for where, counts in ctx.counts.items():
-        ctx.program.expert_counts[where] = len(kept)
-        kept.append(counts)
+    for name, statistic in ctx.program.statistics.items():
+        value = leaves[statistic.index]
+        if split := [a for a, t in value.meta["types"].items() if t.kind not in "IRP"]:
+            raise MoecError(f"a part of it each on the ranks of {', '.join(split)}", where=f"statistic {name}")
+        ctx.program.statistics[name] = Statistic(len(kept), dict(value.meta["types"]))
+        kept.append(value)
     node.args = (tuple(kept),)
 
 

@@ -133,9 +133,8 @@ _RULES: dict[str, Callable[[fx.Node], Rule]] = {
     # creation
     **{f"aten.{n}": one.creation_ for n in _CREATION},
     # routers: tokens are independent, except where they compete for places
-    "moec.route": one.route_, "moec.drop": one.drop_,
+    "moec.route": one.route_, "moec.drop": one.drop_, "moec.tally": one.tally_,
     "moec.balance": einsum("... t !e, ... t -> ... e, ... e", carries="none"), "moec.inject": one.inject_,
-    "moec.tally": einsum("t !e, t !k, t !k, t -> x", carries="none"),
     # experts (rows are ragged over ep and edp: see experts.py; these lines hold for etp)
     "moec.grouped_mm": einsum("!t k, !e k m, !e -> !t m"),
     "moec.grouped_add": einsum("!t m, !e m, !e -> !t m", carries="none"),

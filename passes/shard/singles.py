@@ -335,6 +335,12 @@ def route_(node: fx.Node) -> Rule:
     return Rule(ops, (("t", "k"), ("t", "k")), _competing(node.args[4]) | {"e", "k"})
 
 
+def tally_(node: fx.Node) -> Rule:
+    """Choices [t k], then, each where it is given, those kept [t k], logits [t e], padding [t] -> sums over tokens."""
+    given = zip((("t", "k"), ("t", "k"), ("t", "e"), ("t",)), node.args[:4], strict=True)
+    return Rule(tuple(dims for dims, x in given if x is not None), ((None,),), frozenset({"k", "e"}))
+
+
 def drop_(node: fx.Node) -> Rule:
     return Rule((("t", "k"), ("t", "k")), (("t", "k"), ("t", "k")), _competing(node.args[2]) | {"k"})
 

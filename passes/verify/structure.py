@@ -28,7 +28,7 @@ def check_structure(program: Program) -> None:
     if missing := (program.params.keys() | program.inputs.keys()) - seen:
         raise MoecError(f"no placeholder for {sorted(missing)}", where="program")
     n = len(next(iter(reversed(program.graph.nodes))).args[0])
-    wanted = [o.index for o in program.outputs if o.index is not None] + list(program.expert_counts.values())
+    wanted = [o.index for o in program.outputs if o.index is not None] + [s.index for s in program.statistics.values()]
     if sorted(set(wanted)) != list(range(n)):
         raise MoecError(
             f"the graph returns {n} values, the output contract names {sorted(set(wanted))}", where="program"

@@ -44,7 +44,8 @@ def check_types(program: Program) -> None:
             derived[node] = _derive(program, node, derived)
             _agree(node, derived[node], node.meta["types"])
         elif node.op == "output":
-            for value in node.all_input_nodes:
+            counted = {s.index for s in program.statistics.values()}
+            for value in (v for i, v in enumerate(node.args[0]) if i not in counted):
                 for axis, t in value.meta["types"].items():
                     if t.kind == "P":
                         raise MoecError(
@@ -204,12 +205,12 @@ def _moe(program: Program, node: fx.Node, name: str, types: list[Types]) -> Type
         elif name == "moec.destinations":
             require(on[0], (R,) if etp else (S(0, on[0].parts), V), a)
             out[a] = on[0]
-        elif name in ("moec.own_ids", "moec.expert_counts"):
+        elif name == "moec.own_ids":
             ids, numbers = on
             require(numbers, (S(0), R) if axis.expert == "ep" else (R,), a)
             # Only of ids that all ranks have, or that were sent to them, can each rank keep its own.
             require(ids, (R,) if etp else (R, V) if numbers == S(0) else (S(0, ids.parts), V), a)
-            out[a] = V if numbers == S(0) or (name == "moec.expert_counts" and not etp) else ids
+            out[a] = V if numbers == S(0) else ids
         elif name in ("moec.grouped_mm", "moec.grouped_add") and not etp:
             require(on[0], (V,), a)
             require(on[1], (S(0),) if axis.expert == "ep" else (R,), a)

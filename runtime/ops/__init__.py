@@ -19,6 +19,7 @@ from . import (
     place_rows,
     route,
     sort_chunks,
+    tally,
     unpermute,
 )
 
@@ -41,5 +42,6 @@ __all__ = [
     "place_rows",
     "route",
     "sort_chunks",
+    "tally",
     "unpermute",
 ]

@@ -1,4 +1,4 @@
-"""``moec::balance``: what load-balancing losses are made of; ``moec::tally``: what a router did, in numbers.
+"""``moec::balance``: what load-balancing losses are made of.
 
 Legend: N leading dims (none, or sequences), T tokens, E experts, K choices per token.
 
@@ -9,10 +9,7 @@ Legend: N leading dims (none, or sequences), T tokens, E experts, K choices per 
 * ``counts`` (int64): how many tokens have the expert among the ``top_k`` of largest probability.  Neither a bias nor
   groups take part; of equal ones the lowest index first.
 
-``tally(logits_TE, chosen_TK, kept_TK, valid_T, score) -> fp64 [E + 3]``: choices of each expert (before any were
-dropped), the number of tokens, of dropped pairs, and the sum of the entropies of p.  Its logits must need no gradient.
-
-All are sums over tokens: those of parts of the tokens add up.
+Both are sums over tokens: those of parts of the tokens add up.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from .scores import EPSILON, score, slope
 
 @torch.library.custom_op("moec::balance", mutates_args=())
 def balance(logits_NTE: Tensor, valid_NT: Tensor | None, top_k: int, kind: str) -> tuple[Tensor, Tensor]:
-    p_NTE = _probabilities(logits_NTE, kind)
+    p_NTE = probabilities(logits_NTE, kind)
     # torch.topk promises no order among equals.
     ids_NTK = p_NTE.sort(dim=-1, descending=True, stable=True)[1][..., :top_k]
     hot_NTE = torch.zeros_like(p_NTE, dtype=torch.int64).scatter_(-1, ids_NTK, 1)
@@ -44,7 +41,7 @@ def _(logits_NTE, valid_NT, top_k, kind):
 
 @torch.library.custom_op("moec::balance_backward", mutates_args=())
 def balance_backward(grad_NE: Tensor, logits_NTE: Tensor, valid_NT: Tensor | None, kind: str) -> Tensor:
-    p_NTE, grad_NTE = _probabilities(logits_NTE, kind), grad_NE[..., None, :]
+    p_NTE, grad_NTE = probabilities(logits_NTE, kind), grad_NE[..., None, :]
     grad_NTE = grad_NTE - (grad_NTE * p_NTE).sum(-1, keepdim=True)
     if kind.startswith("softmax"):
         grad_NTE = grad_NTE * p_NTE
@@ -61,26 +58,7 @@ def _(grad_NE, logits_NTE, valid_NT, kind):
     return logits_NTE.new_empty(logits_NTE.shape)
 
 
-@torch.library.custom_op("moec::tally", mutates_args=())
-def tally(logits_TE: Tensor, chosen_TK: Tensor, kept_TK: Tensor, valid_T: Tensor | None, kind: str) -> Tensor:
-    p_TE = _probabilities(logits_TE, kind).double()
-    entropy_T = -torch.special.xlogy(p_TE, p_TE).sum(1)
-    if valid_T is not None:
-        entropy_T = entropy_T.masked_fill(~valid_T, 0)
-    tokens = torch.tensor(logits_TE.shape[0]) if valid_T is None else valid_T.sum()
-    E = logits_TE.shape[1]
-    counts_E = torch.bincount(torch.where(chosen_TK < 0, E, chosen_TK).reshape(-1), minlength=E + 1)[:E]
-    dropped = ((chosen_TK >= 0) & (kept_TK < 0)).sum()
-    rest = torch.stack([x.to(counts_E.device, torch.float64) for x in (tokens, dropped, entropy_T.sum())])
-    return torch.cat([counts_E.double(), rest])
-
-
-@tally.register_fake
-def _(logits_TE, chosen_TK, kept_TK, valid_T, kind):
-    return logits_TE.new_empty((logits_TE.shape[1] + 3,), dtype=torch.float64)
-
-
-def _probabilities(logits: Tensor, kind: str) -> Tensor:
+def probabilities(logits: Tensor, kind: str) -> Tensor:
     z = logits.to(accumulator(logits.dtype))
     if kind.startswith("softmax"):
         return z.softmax(-1)

@@ -8,8 +8,6 @@ Experts lie on the ranks of a group in equal consecutive shares.  An id of -1 is
   ascending, then -1.
 * ``own_ids(ids_TK, numbers_N) -> ids_TK``: ids among the consecutive ``numbers_N`` (those of this rank's experts) as
   indices into them, others -1; in the dtype of the ids.
-* ``expert_counts(ids_TK, numbers_N, num_experts) -> counts_E`` (int64): how many pairs each of these experts has here,
-  0 for experts that are not among ``numbers_N``.
 """
 
 from __future__ import annotations
@@ -45,15 +43,3 @@ def own_ids(ids_TK: Tensor, numbers_N: Tensor) -> Tensor:
 @own_ids.register_fake
 def _(ids_TK, numbers_N):
     return ids_TK.new_empty(ids_TK.shape)
-
-
-@torch.library.custom_op("moec::expert_counts", mutates_args=(), device_types="cpu")
-def expert_counts(ids_TK: Tensor, numbers_N: Tensor, num_experts: int) -> Tensor:
-    here_TK = own_ids(ids_TK, numbers_N) >= 0
-    key_TK = torch.where(here_TK, ids_TK.long(), num_experts)
-    return torch.bincount(key_TK.reshape(-1), minlength=num_experts + 1)[:num_experts].clone()
-
-
-@expert_counts.register_fake
-def _(ids_TK, numbers_N, num_experts):
-    return ids_TK.new_empty((num_experts,), dtype=torch.int64)

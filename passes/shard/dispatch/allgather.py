@@ -28,7 +28,6 @@ class AllGather(Local):
 
     def dispatch_preprocess(self, x: fx.Node, ids: fx.Node) -> Nodes:
         mine = self.numbers(self.ep, self.num_experts, ids)
-        self.load = self.counted(ids, mine)
         types = {a: V if a in self.ep else t for a, t in ids.meta["types"].items()}
         own = self.call(moec_ops.own_ids.default, (ids, mine), ids.meta["val"], types)
         local = self.num_experts // self.mesh.size(self.ep)

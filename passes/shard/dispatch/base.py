@@ -9,7 +9,6 @@ Before the first stage tokens have been dealt (``experts.py``): over ep and edp 
 ``gathers``, over ep the same ones), over etp the same.  An id of -1 is no pair.  What a dispatcher owes:
 
 * ``rows`` in order of this rank's experts, ``counts`` of them, types V on ep and edp;
-* ``load``: an int64 count of pairs for each of the E experts whose sum over ep and edp is that of the global batch;
 * ``y[t] = sum_k weights[t, k] · body(x[t])`` over the pairs, with its types; gradients follow from those of the ops;
 * every rank takes part in every collective, whatever its number of tokens; sums are in a fixed order;
 * on an exchange that does not move a row for each pair, ``meta["moves"]``: the recorded number of tokens, and how many
@@ -45,7 +44,6 @@ class Dispatcher(ABC):
         self.ctx, self.mesh = ctx, ctx.mesh
         self.num_experts, self.where = num_experts, where
         self.ep: tuple[str, ...] = self.mesh.role("ep")
-        self.load: fx.Node | None = None
 
     @abstractmethod
     def dispatch_preprocess(self, x: fx.Node, ids: fx.Node) -> Nodes: ...
@@ -113,12 +111,6 @@ class Dispatcher(ABC):
         every = self.call(aten.arange.default, (num_experts,), val, dict.fromkeys(self.mesh.names, R))
         every.kwargs = {"dtype": torch.int64, "device": val.device}
         return self.ctx.convert(every, {a: S(0) if a in axes else R for a in self.mesh.names})
-
-    def counted(self, ids: fx.Node, numbers: fx.Node) -> fx.Node:
-        """Pairs of each of all experts among ``numbers``."""
-        types = {a: V if t.sharded or numbers.meta["types"][a].sharded else R for a, t in ids.meta["types"].items()}
-        val = resized(ids.meta["val"].to(torch.int64), (self.num_experts,))
-        return self.call(moec_ops.expert_counts.default, (ids, numbers, self.num_experts), val, types)
 
 
 def rows_types(tokens: Types) -> Types:

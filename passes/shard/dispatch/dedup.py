@@ -32,7 +32,6 @@ class Dedup(Local):
         return [self.ep]
 
     def dispatch_preprocess(self, x: fx.Node, ids: fx.Node) -> Nodes:
-        self.load = self.counted(ids, self.numbers((), self.num_experts, ids))
         small = self.call(aten._to_copy.default, (ids,), ids.meta["val"].to(torch.int32), ids.meta["types"])
         small.kwargs = {"dtype": torch.int32}
         return x, small
