@@ -10,6 +10,7 @@ from moec.compiler import compile_program, parallelize, sharding_rule
 from moec.explain import Explanation, explain
 from moec.module import ParallelModule
 from moec.plan import Plan
+from moec.router import Router
 from moec.runtime.errors import MoecError
 from moec.state import full_grads, full_state_dict, load_full_state_dict, shard_batch
 from moec.statistics import MoEStats, moe_stats
@@ -21,6 +22,7 @@ __all__ = [
     "MoecError",
     "ParallelModule",
     "Plan",
+    "Router",
     "check",
     "compile_program",
     "explain",

@@ -19,6 +19,8 @@ from moec.runtime.groups import Groups
 from moec.runtime.torch_compat import in_backward
 
 TALLY = "tally"
+AUX_COUNTS = "aux_counts"
+"""What the counts of the global balancing loss grow by, and the buffer that has them (``passes/router_losses.py``)."""
 
 
 @dataclass

@@ -4,10 +4,14 @@ One process, a simulated world, no GPU.  Everything runs in float64 (``moec.prom
 on the global batch is the oracle; the captured graph and the graph after every pass must equal it, outputs and every
 parameter's gradient, and ranks that hold the same value must agree.  What the graph counts (``program.statistics``)
 must stay what it was before sharding.  The first pass that does not is named.
+
+A pass that changes values on purpose (``configure_router``: what ``Plan.router`` asks for) has no module to compare
+with.  From there on the oracle is its own program on one rank: every later pass must compute what one device would.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -42,6 +46,8 @@ class PassReport:
     grads: dict[str, float]
     disagreement: float
     """Largest relative difference between ranks that should hold the same value."""
+    oracle: bool = False
+    """A pass that changes values: what it computes on one rank is what later ones are compared with."""
 
     def worst(self) -> tuple[str, float]:
         """The output or parameter that is furthest off, with its relative error."""
@@ -89,7 +95,7 @@ class CheckReport:
         for p in self.passes:
             lines.append(
                 f"{p.name:<12} {max(p.outputs.values(), default=0):>10.1e} {max(p.grads.values(), default=0):>10.1e} "
-                f"{p.disagreement:>10.1e}  {p.worst()[0]}"
+                f"{p.disagreement:>10.1e}  {'(on one rank: the oracle from here on)' if p.oracle else p.worst()[0]}"
             )
         fail = self.first_failure
         lines += [
@@ -130,7 +136,10 @@ def check(
         nonlocal before
         if name == "captured":
             report.passes.clear()  # equal layers turned out to be unlike, and everything starts again
-        if report.passes and _unchanged(before, program):
+            oracle.changed = None
+        if "configured" in program.facts and (before is None or "configured" not in before.facts):
+            report.passes.append(oracle.follow(name, expanded(program)))
+        elif report.passes and _unchanged(before, program):
             report.passes.append(replace(report.passes[-1], name=name))
         else:
             report.passes.append(oracle.compare(name, expanded(program)))
@@ -169,6 +178,8 @@ class _Oracle:
         self.tensors = dict(self.module.named_parameters(remove_duplicate=False)) | dict(
             self.module.named_buffers(remove_duplicate=False)
         )
+        self.changed: simulate.Result | None = None
+        """What a pass that changes values made of it, on one rank."""
         self.args, self.kwargs = pytree.tree_map_only(Tensor, up, (args, kwargs))
         with PlainGroupedMM(), Promoted():
             out = self.module(*self.args, **self.kwargs)
@@ -188,36 +199,51 @@ class _Oracle:
         """Statistics of the global batch, before sharding."""
 
     def compare(self, name: str, program: Program) -> PassReport:
-        promoted = promote_program(program)
-        by_path = flatten_call(self.args, self.kwargs).tensors()
-        inputs = {ph: _input(by_path, spec.path) for ph, spec in program.inputs.items()}
-        if wrong := program.size_problems({ph: tuple(x.shape) for ph, x in inputs.items()}):
-            raise MoecError(wrong[0], where="check")
-        params = {ph: self._full(spec) for ph, spec in program.params.items()}
-        outs = [o for o in program.outputs if not (o.index is None and o.constant is not None)]
-        want = dict(zip([o.path for o in outs], self.leaves, strict=False))
-        cot = {path: self.cotangents[id(x)] for path, x in want.items() if id(x) in self.cotangents}
-        got = simulate.run(promoted, params, inputs, cot)
-        outputs = {path: _relative(got.outputs[path], want[path].detach()) for path in got.outputs}
+        got = self._run(program)
+        want = self.changed or self._truth(program)
+        outputs = {path: _relative(got.outputs[path], want.outputs[path]) for path in got.outputs}
         for what, value in got.statistics.items():
             if "sharded" not in program.facts:
                 self.counted[what] = value
             elif what in self.counted:
                 outputs[f"statistic {what}"] = _relative(value, self.counted[what])
-        truth = {
-            ph: self._full_grad(spec) for ph, spec in program.params.items() if spec.requires_grad and not spec.buffer
-        }
-        scale = max((float(g.norm()) for g in truth.values() if g is not None), default=0.0) * VANISHING
-        grads = {}
-        for ph, g in truth.items():
-            mine = got.grads[ph]
-            zero = torch.zeros(())
-            grads[program.params[ph].name] = _relative(zero if mine is None else mine, zero if g is None else g, scale)
+        trained = {ph: s for ph, s in program.params.items() if s.requires_grad and not s.buffer}
+        scale = max((float(g.norm()) for ph in trained if (g := want.grads[ph]) is not None), default=0.0) * VANISHING
+        zero, grads = torch.zeros(()), {}
+        for ph, spec in trained.items():
+            mine, truth = (zero if (g := r.grads[ph]) is None else g for r in (got, want))
+            grads[spec.name] = _relative(mine, truth, scale)
         return PassReport(name, outputs, grads, got.disagreement)
+
+    def follow(self, name: str, program: Program) -> PassReport:
+        """What ``program`` computes on one rank is the truth from now on."""
+        self.changed = self._run(program)
+        self.counted |= self.changed.statistics
+        return PassReport(name, {}, {}, self.changed.disagreement, oracle=True)
+
+    def _run(self, program: Program) -> simulate.Result:
+        by_path = flatten_call(self.args, self.kwargs).tensors()
+        inputs = {ph: _input(by_path, spec.path) for ph, spec in program.inputs.items()}
+        if wrong := program.size_problems({ph: tuple(x.shape) for ph, x in inputs.items()}):
+            raise MoecError(wrong[0], where="check")
+        params = {ph: self._full(spec) for ph, spec in program.params.items()}
+        cot = {path: self.cotangents[id(x)] for path, x in self._leaves(program).items() if id(x) in self.cotangents}
+        return simulate.run(promote_program(program), params, inputs, cot)
+
+    def _leaves(self, program: Program) -> dict[str, Tensor]:
+        outs = [o for o in program.outputs if not (o.index is None and o.constant is not None)]
+        return dict(zip([o.path for o in outs], self.leaves, strict=False))
+
+    def _truth(self, program: Program) -> simulate.Result:
+        outputs = {path: x.detach() for path, x in self._leaves(program).items()}
+        trained = {ph: s for ph, s in program.params.items() if s.requires_grad and not s.buffer}
+        return simulate.Result(outputs, {ph: self._full_grad(s) for ph, s in trained.items()}, 0.0, [], {})
 
     def _full(self, spec: ParamSpec) -> Tensor:
         if spec.members:
             return torch.stack([self.tensors[m].detach() for m in spec.members])
+        if spec.initial is not None:
+            return _drawn(spec)
         return self.tensors[spec.name]
 
     def _full_grad(self, spec: ParamSpec) -> Tensor | None:
@@ -229,6 +255,14 @@ class _Oracle:
         return torch.stack(
             [torch.zeros_like(self.tensors[m]) if p is None else p for m, p in zip(spec.members, parts, strict=True)]
         )
+
+
+def _drawn(spec: ParamSpec) -> Tensor:
+    """A value for a buffer that a pass made: one that matters, and the same whenever it is asked for."""
+    generator = torch.Generator().manual_seed(zlib.crc32(spec.name.encode()))
+    if spec.dtype.is_floating_point:
+        return torch.randn(spec.shape, generator=generator, dtype=torch.float64) * 0.1
+    return torch.randint(1, 9, spec.shape, generator=generator, dtype=spec.dtype)
 
 
 def _relative(got: Tensor, want: Tensor, floor: float = 0.0) -> float:

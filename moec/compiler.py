@@ -22,6 +22,7 @@ from moec.inputs import counts_as_tensors
 from moec.module import ParallelModule
 from moec.own_plan import own_plan
 from moec.passes import manager
+from moec.passes.configure_router import configure_router
 from moec.passes.contract import Pass
 from moec.passes.expand import Unlike, expand, expand_layers
 from moec.passes.fsdp import fsdp
@@ -44,7 +45,7 @@ __all__ = [
     "PIPELINE", "JointGraphs", "compile_program", "expand", "expanded", "joint_graphs", "parallelize", "sharding_rule",
 ]  # fmt: skip
 
-PIPELINE: tuple[Pass, ...] = (normalize, raise_moe, statistics, shard, redundant, fsdp, units, lower)
+PIPELINE: tuple[Pass, ...] = (normalize, raise_moe, configure_router, statistics, shard, redundant, fsdp, units, lower)
 
 
 def compile_program(

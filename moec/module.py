@@ -199,9 +199,27 @@ class ParallelModule(nn.Module):
             else:
                 home.register_buffer(attribute, full.clone(), persistent=persistent)
             self._slots[own] = Slot(own, home, attribute, spec, spec.types)
+        for spec in program.params.values():
+            if spec.initial is not None:
+                home, attribute = _container(self, spec.name)
+                device = next(iter(self._slots.values())).value.device
+                home.register_buffer(attribute, _initial(spec, device), persistent=spec.persistent)
+                self._slots[spec.name] = Slot(spec.name, home, attribute, spec, spec.types)
+                if spec.persistent:
+                    self._names[spec.name] = (spec.name, None)
         missing = sorted({s.name for s in program.params.values()} - self._slots.keys())
         if missing:
             raise MoecError(f"the program has parameters that the model lacks: {', '.join(missing)}", where="model")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:
+        """Casts and moves.  Buffers that a pass made keep their dtype: in bfloat16 an expert bias would stand still."""
+        made = {s.name: s.value for s in self._slots.values() if s.spec.initial is not None}
+        super()._apply(fn, recurse)
+        for name, value in made.items():
+            slot, device = self._slots[name], self._slots[name].value.device
+            anew = value.is_meta and device.type != "meta"
+            setattr(slot.home, slot.attribute, _initial(slot.spec, device) if anew else value.to(device))
+        return self
 
     def _parameter(self, full: Tensor, spec: ParamSpec) -> nn.Parameter:
         if tuple(full.shape) != tuple(spec.shape):
@@ -367,6 +385,11 @@ def _tensors(source: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
         for name, b in module._buffers.items():
             if b is not None:
                 yield dot + name, b, name not in module._non_persistent_buffers_set
+
+
+def _initial(spec: ParamSpec, device: torch.device) -> Tensor:
+    """A buffer that a pass made."""
+    return torch.full(spec.shape, spec.initial or 0.0, dtype=spec.dtype, device=device)
 
 
 def _unused(name: str, tensor: Tensor, persistent: bool) -> ParamSpec:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
+from moec.router import Router
 from moec.runtime.errors import MoecError
 from moec.runtime.mesh import Mesh
 
@@ -90,6 +91,9 @@ class Plan:
     loss as a DTensor whose vocabulary tp shards), ``full`` the global batch on every rank (gathered over dp and tp),
     ``drop`` None (and nothing is computed for it).  Or {output path: mode}; other outputs stay sharded.  Scalars are
     global in any case."""
+    router: Router | None = None
+    """What the routers shall compute that the model does not: balancing losses, an expert bias, a capacity … (a mapping
+    of the fields of ``moec.Router`` in YAML)."""
     backend: str = "eager"
 
     # ------------------------------------------------------------------------------------------- dict and YAML
@@ -99,7 +103,8 @@ class Plan:
         for f in fields(self):
             value = getattr(self, f.name)
             if value != f.default:
-                out[f.name] = dict(value) if isinstance(value, Mapping) else value
+                plain = value.to_dict() if isinstance(value, Router) else value
+                out[f.name] = dict(plain) if isinstance(plain, Mapping) else plain
         return out
 
     @staticmethod
@@ -112,7 +117,8 @@ class Plan:
             raise MoecError(
                 f"unknown field {', '.join(unknown)}", where="plan", way_out=f"fields are {', '.join(known)}"
             )
-        return Plan(**data)
+        router = data.get("router")
+        return Plan(**{**data, **({"router": Router.from_dict(router)} if isinstance(router, Mapping) else {})})
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
@@ -270,6 +276,13 @@ class Plan:
             )
         elif self.dispatch == "hierarchical" and self.ranks_per_node is None and self.ep != 1:
             problems.append("dispatch='hierarchical' needs ranks_per_node: it says which ranks of ep share a node")
+        if self.router is not None and not isinstance(self.router, Router):
+            problems.append(f"router={self.router!r} is not a moec.Router")
+        elif self.router and self.router.capacity_factor is not None and self.dispatch == "alltoall":
+            problems.append(
+                f"router.capacity_factor={self.router.capacity_factor} drops tokens, and dispatch='alltoall' is for "
+                "dropless routing; leave the choice to dispatch='auto'"
+            )
         if isinstance(self.layout, Mapping):
             problems += [
                 f"layout: unknown style {_did_you_mean(style, STYLES)} for {pattern!r}; known: {', '.join(STYLES)}"

@@ -57,6 +57,9 @@ class ParamSpec:
     aliases: tuple[str, ...] = ()
     types: Types = field(default_factory=dict)
     """Placement on the mesh; empty until ``shard``."""
+    initial: float | None = None
+    """Of a buffer that a pass made, and the user's model lacks: what it is filled with at first.  It keeps its dtype
+    whatever the model is cast to."""
 
 
 @dataclass(frozen=True)

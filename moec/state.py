@@ -135,7 +135,12 @@ def _problems(model: ParallelModule, state: Mapping[str, Tensor]) -> list[str]:
             problems.append(f"{name}: the parameter is on the meta device; call model.to_empty(device=...) first")
         elif tie != name and not torch.equal(x, state[tie]):
             problems.append(f"{name} and {tie} are one tied parameter, but their values differ")
-    missing = [n for n, (own, member) in model._names.items() if (first[own], member) not in seen]
+    # The user's own model has no buffers that a pass made.
+    missing = [
+        n
+        for n, (own, member) in model._names.items()
+        if (first[own], member) not in seen and model._slots[own].spec.initial is None
+    ]
     problems += [f"{name}: missing" for name in missing]
     for name in state:
         if name not in model._names:

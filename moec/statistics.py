@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moec.accounts import TALLY
+from moec.accounts import AUX_COUNTS, TALLY
 from moec.module import ParallelModule
 
 
@@ -44,7 +44,7 @@ def moe_stats(model: ParallelModule, *, reset: bool = False) -> dict[str, MoESta
     losses: dict[str, dict[str, float]] = defaultdict(dict)
     for name, value in totals.items():
         path, _, what = name.partition(":")
-        if what != TALLY:
+        if what not in (TALLY, AUX_COUNTS):
             losses[path][what] = float(value) / max(account.forwards, 1)
     found = {}
     for block in model.program.blocks:

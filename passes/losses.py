@@ -55,7 +55,7 @@ def gather(program: Program, node: fx.Node) -> None:
     del sizes[dim]
     if all(expr(a) == expr(b) for a, b in sizes):
         return  # its rule knows
-    if _has_classes(x, dim) and _agree(program, sizes):
+    if _has_classes(x, dim) and agree(program, sizes):
         replace(node, pick(node, x, dim, index))
 
 
@@ -63,7 +63,7 @@ def at_labels(program: Program, node: fx.Node, x: fx.Node, rows: fx.Node, labels
     """``x[rows, labels]`` of x [N, C], rows 0 … N − 1 and labels [N], which count from the end where negative."""
     N, C = x.meta["val"].shape
     length = labels.meta["val"].shape[0]
-    if not _has_classes(x, 1) or expr(length) == 1 or not _agree(program, [(N, rows.meta["val"].shape[0])]):
+    if not _has_classes(x, 1) or expr(length) == 1 or not agree(program, [(N, rows.meta["val"].shape[0])]):
         return
     wrapped = apply(node, aten.add.Tensor, labels, C)
     labels = apply(node, aten.where.self, apply(node, aten.lt.Scalar, labels, 0), wrapped, labels)
@@ -75,7 +75,7 @@ def _has_classes(x: fx.Node, dim: int) -> bool:
     return isinstance(x.meta["val"].shape[dim], int) and x.meta["val"].dtype.is_floating_point
 
 
-def _agree(program: Program, sizes: list[tuple[Any, Any]]) -> bool:
+def agree(program: Program, sizes: list[tuple[Any, Any]]) -> bool:
     """Are these sizes equal?  Where only the examples say so, it becomes a guard of the program."""
     unsure = [(expr(a), expr(b)) for a, b in sizes if expr(a) != expr(b)]
     known = {s for n in program.placeholders() for d in n.meta["val"].shape for s in expr(d).free_symbols}

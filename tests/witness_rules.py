@@ -337,8 +337,14 @@ def _expand(w, node, x, *_):
     return typed
 
 
+def _cast(w, node, x, **to):
+    """The library takes a cast between floats for non-linear."""
+    floats = x.dtype.is_floating_point and node.meta["val"].dtype.is_floating_point
+    return w.einsum("...->...", x, linear_in=(0,) if floats else ())
+
+
 PACKED: dict[str, Callable] = dict.fromkeys(("aten.split", "aten.split_with_sizes", "aten.slice"), _parts)
 LACKING: dict[str, Callable] = {
     "aten.reshape": _reshape, "aten.scaled_dot_product_attention": _attention, "aten.expand": _expand,
-    "aten.linear": _linear, "aten.conv1d": _conv1d,
+    "aten.linear": _linear, "aten.conv1d": _conv1d, "aten._to_copy": _cast,
 }  # fmt: skip

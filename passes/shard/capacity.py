@@ -2,7 +2,8 @@
 
 Legend: T tokens, K choices per token.
 
-``route`` with a capacity ranks the pairs of all tokens that it sees; a rank sees only its own.  So it becomes
+``route`` with a capacity and ``drop`` rank the pairs of all tokens that they see; a rank sees only its own.  So they
+become
 
 1. ``route`` without the capacity, on the tokens where they are;
 2. ``drop`` on the pairs [T, K], gathered over the axes whose tokens compete: all of them for ``level="global"``, all
@@ -27,14 +28,18 @@ aten, moec_ops = torch.ops.aten, torch.ops.moec
 
 
 def has_capacity(node: fx.Node) -> bool:
-    return op_name(node) == "moec.route" and RouteSpec.parse(node.args[4]).capacity_factor is not None
+    name = op_name(node)
+    return name in ("moec.route", "moec.drop") and RouteSpec.parse(node.args[-1]).capacity_factor is not None
 
 
 def spread(ctx, node: fx.Node) -> None:
-    """Rewrite ``weights, ids = route(…)`` in place.  ``ctx`` is the pass (``Sharder``)."""
-    spec = RouteSpec.parse(node.args[4])
-    free = replace(spec, capacity_factor=None, level="global", shards=1)
-    weights, ids = _pair(ctx, node, moec_ops.route.default, (*node.args[:4], free.text()))  # 1
+    """Rewrite ``weights, ids = route(…)`` or ``drop(…)`` in place.  ``ctx`` is the pass (``Sharder``)."""
+    spec = RouteSpec.parse(node.args[-1])
+    if op_name(node) == "moec.route":  # 1
+        free = replace(spec, capacity_factor=None, level="global", shards=1)
+        weights, ids = _pair(ctx, node, moec_ops.route.default, (*node.args[:4], free.text()))
+    else:
+        weights, ids = node.args[:2]
     runs = {a: t for a, t in weights.meta["types"].items() if a in ctx.dp and t == S(0)}
     if spec.level == "dp_shard" and ctx.mesh.size(runs) == spec.shards:
         spec = replace(spec, shards=1)
@@ -54,10 +59,10 @@ def spread(ctx, node: fx.Node) -> None:
 
 
 def _pair(ctx, node: fx.Node, target, args) -> tuple[fx.Node, fx.Node]:
-    made = _visited(ctx, new(node, target, args, node.meta["val"]))
-    first, second = (
-        _visited(ctx, new(node, operator.getitem, (made, i), node.meta["val"][i])) for i in range(2)
-    )
+    made = new(node, target, args, node.meta["val"])
+    with ctx.graph.inserting_before(made):
+        ctx._general(made, op_name(made))
+    first, second = (_visited(ctx, new(node, operator.getitem, (made, i), node.meta["val"][i])) for i in range(2))
     return first, second
 
 
