@@ -6,7 +6,8 @@ each group and dtype.  A collective is *parameter* traffic if what it moves is c
 their gradients), else *activation* traffic.  Parameters that are resharded after the forward are gathered again in the
 backward if autograd saves them, which a run on fake tensors shows.  Bytes are tensor bytes on one rank (the larger of
 what goes in and out).  An exchange of routed rows depends on the data; it is stated for uniform routing and marked
-``estimated``.
+``estimated`` (``moec.traffic`` says it for a routing that is known).  Where the plan knows nodes, ``crossing`` is the
+part of a collective's bytes that goes to ranks of other nodes.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class CollectiveUse:
     where: str
     node: str
     estimated: bool = False
+    crossing: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,14 @@ class Explanation:
     declined: tuple[str, ...]
 
     def totals(self) -> dict[str, tuple[int, int]]:
-        """(count, bytes) by phase and primitive, by traffic (``"parameter"``, ``"activation"``), and ``"all"``."""
+        """(count, bytes) by phase and primitive, by traffic (``"parameter"``, ``"activation"``), ``"all"``, and
+        ``"crossing nodes"`` where there are some."""
         out: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
         for c in self.collectives:
             for k in (f"{c.phase} {c.primitive}", c.traffic, "all"):
                 out[k] = (out[k][0] + 1, out[k][1] + c.bytes)
+            if c.crossing:
+                out["crossing nodes"] = (out["crossing nodes"][0] + 1, out["crossing nodes"][1] + c.crossing)
         return dict(out)
 
     def to_dict(self) -> dict[str, Any]:
@@ -151,6 +156,7 @@ def explain(target: Program | ParallelModule, sizes: Mapping[str, tuple[int, ...
                 uses += [replace(u, bytes=size) for u in _uses(program, start, values, "backward", own, True)]
             uses += _uses(program, node, values, "backward", own)
         uses += _epilogue(program)
+    uses = [replace(u, crossing=_crossing(program, u)) for u in uses]
     places = tuple(_placement(program, s) for s in program.params.values())
     return Explanation(shown, tuple(uses), places, tuple(program.why_not))
 
@@ -258,6 +264,12 @@ def _number(size, values: Mapping[str, int]) -> int:
     return int(e.subs(known))
 
 
+def _crossing(program: Program, use: CollectiveUse) -> int:
+    """Ranks of a group exchange evenly, as far as a plan can tell."""
+    nodes = program.mesh.size([a for a in use.group.split(",") if program.mesh.axis(a).nodes])
+    return use.bytes * (nodes - 1) // nodes
+
+
 def _bytes(program: Program, node, values, use) -> int:
     if spec := program.params.get(node.name):
         return prod(local_shape(spec.shape, spec.types, program.mesh)) * spec.dtype.itemsize
@@ -267,6 +279,9 @@ def _bytes(program: Program, node, values, use) -> int:
     mesh = program.mesh
     dp, dealt = mesh.size(mesh.role("dp")), mesh.size([a for a, t in use.meta["types"].items() if t.kind == "V"])
     everywhere = {s: n * dp if s in program.batch_symbols else n for s, n in values.items()}
+    if "moves" in use.meta:  # a dispatcher says how many rows a token is expected to be on this way
+        tokens, rows = use.meta["moves"]
+        return round(_number(tokens, everywhere) * rows / dealt) * prod(map(int, val.shape[1:])) * val.dtype.itemsize
     shape = []
     for dim, local in enumerate(val.shape):
         if all(str(s) in values for s in expr(local).free_symbols):

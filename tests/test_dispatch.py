@@ -135,6 +135,26 @@ def test_traffic_predicted_from_the_routing_is_what_is_counted(name: str, degree
     check()
 
 
+@pytest.mark.parametrize("name", ["dedup", "hierarchical"])
+def test_explain_expects_what_uniform_routing_sends(name: str) -> None:
+    """Bytes of the exchanges of a rank (what stays on it included), and the part of them that crosses nodes."""
+    degrees, T = (8, 1, 8, 1, 4), 4000
+    program = compiled(32, 4, *plan(name, degrees))
+    used = [c for c in moec.explain(program, {"x": (T, H), "ids": (T, 4), "w": (T, 4)}).collectives if c.estimated]
+    gen = torch.Generator().manual_seed(0)
+    ids = [torch.rand(T, 32, generator=gen).argsort(1)[:, :4] for _ in range(8)]
+    on_rank = sum(len(set(i.tolist())) for i in (torch.cat(ids) // 4)) / 8
+    on_node = sum(len(set(i.tolist())) for i in (torch.cat(ids) // 16)) / 8
+    forward, width = [c for c in used if c.phase == "forward"], {"rows": H * 8, "ids": 4 * 4, "weights": 4 * 8}
+    steps = [on_rank] if name == "dedup" else [on_node, on_rank]
+    want = [n * w for w in (width["rows"], width["ids"], width["weights"], width["rows"]) for n in steps]
+    assert sorted(c.bytes for c in forward) == pytest.approx(sorted(want), rel=0.01)
+    assert len(used) - len(forward) == 3 * len(steps)  # all but the ids have a gradient
+    across = [c for c in used if c.crossing]
+    assert across and all(c.crossing == c.bytes // 2 for c in across)
+    assert len(across) == (len(used) if name == "dedup" else len(used) // 2)
+
+
 def test_dedup_never_sends_more_rows_than_alltoall() -> None:
     @given(routings(8, 4, 4, False))
     def check(ids: list[Tensor]) -> None:
