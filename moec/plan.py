@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 STYLES = ("column", "row", "replicate")
 BACKENDS = ("eager",)
 OUTPUTS = ("sharded", "full", "drop")
-DISPATCHERS = ("auto", "alltoall", "allgather", "dedup", "hierarchical")
+DISPATCHERS = ("auto", "alltoall", "allgather", "dedup", "hierarchical", "static")
 DEGREES = ("dp", "cp", "tp", "ep", "etp")
 
 
@@ -76,7 +76,8 @@ class Plan:
     dispatch: str = "auto"
     """How tokens reach the ranks of their experts, where ep is above 1: ``alltoall`` (a row for every pair),
     ``allgather`` (all tokens to all ranks), ``dedup`` (a token once to each rank), ``hierarchical`` (once to each node,
-    then once to each rank inside it).  ``auto``: ``alltoall``."""
+    then once to each rank inside it), ``static`` (of a router with a capacity: as many slots for each expert as its
+    capacity allows, used or not, so that no size depends on the routing).  ``auto``: ``alltoall``."""
     ranks_per_node: int | None = None
     """Neighbouring ranks that make a node; ``hierarchical`` needs it."""
     layout: Literal["auto", "hf"] | Mapping[str, str] = "auto"

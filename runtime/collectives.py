@@ -66,6 +66,7 @@ PRIMITIVES: dict[str, int | None] = {
     "all_to_all": 1,
     "exchange": 1,
     "counts": 1,
+    "equal": 1,
 }
 
 TABLE: dict[str, Collective] = {
@@ -84,13 +85,14 @@ TABLE: dict[str, Collective] = {
         Collective("s_to_s", "S", "S", "all_to_all", "s_to_s"),
         Collective("all_to_all", "V", "V", "exchange", "all_to_all_rows"),
         Collective("all_to_all_rows", "V", "V", "exchange", "all_to_all_rows"),
+        Collective("all_to_all_equal", "V", "V", "equal", "all_to_all_equal"),
         Collective("exchange_counts", "V", "V", "counts", ""),
     )
 }
 COLLECTIVES = TABLE
 """The registry that passes read (bytes, waits, groups); the same object as ``TABLE``."""
 
-CONVERSIONS = tuple(k for k, c in TABLE.items() if c.primitive not in ("exchange", "counts"))
+CONVERSIONS = tuple(k for k, c in TABLE.items() if c.primitive not in ("exchange", "equal", "counts"))
 """Kinds ``(x, dim, [to_dim,] size, group)``; the rest have signatures of their own."""
 
 

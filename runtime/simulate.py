@@ -77,6 +77,7 @@ CONVERT: dict[str, Callable[[Tensors, int, int], list[Tensor]]] = {
     "slice": slice_,
     "zero_pad": zero_pad,
     "all_to_all": all_to_all,
+    "equal": all_to_all,
 }
 
 
@@ -93,7 +94,7 @@ def sent(primitive: str, x: Tensor, size: int, rows: Sequence[int] | None = None
     if rows is not None:
         return [n * (x.nbytes // len(x) if len(x) else 0) for n in rows]
     whole = {"all_gather": x.nbytes, "all_reduce": 2 * x.nbytes // size}
-    part = dict.fromkeys(("reduce_scatter", "all_to_all", "counts"), x.nbytes // size)
+    part = dict.fromkeys(("reduce_scatter", "all_to_all", "equal", "counts"), x.nbytes // size)
     return [(whole | part).get(primitive, 0)] * size
 
 

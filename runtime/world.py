@@ -107,6 +107,8 @@ class LockstepWorld:
             return self._across(entry, key, node, xs, lambda ranks, mine: simulate.counts(mine))
         if entry.primitive == "exchange":
             return self._exchange(entry, key, node, xs, bound)
+        if entry.primitive == "equal":
+            return self._convert(entry, key, node, xs, 0, 0)
         dim = bound[0]["dim"]
         return self._convert(entry, key, node, xs, dim, bound[0].get("to_dim", dim))
 

@@ -3,6 +3,7 @@
     y[t] = sum_k weights[t, k] · silu(x[t] @ up[ids[t, k]]) @ down[ids[t, k]]
 
 Tokens, ids and weights are inputs, so that a test chooses the routing; each dp rank may have its own number of tokens.
+With a ``RouteSpec`` the pairs beyond its capacity are dropped, as a router would.
 
 Legend: T tokens, H hidden, I expert width, E experts, K choices a token.
 """
@@ -20,12 +21,14 @@ from torch.utils import _pytree as pytree
 
 from moec import shards, simulate
 from moec.passes import manager
-from moec.passes.lower import lower
+from moec.passes.lower import bind, group_keys, lower
 from moec.passes.redundant import redundant
 from moec.passes.shard import shard
 from moec.placement import I, S
 from moec.plan import Plan
 from moec.program import InputSpec, MoEBlock, OutputSpec, ParamSpec, Program
+from moec.runtime.groups import Groups
+from moec.runtime.route_spec import RouteSpec
 from moec.runtime.torch_compat import expr, fake_mode, resized, symbolic_fake
 from moec.runtime.world import Event, LockstepWorld
 
@@ -34,7 +37,7 @@ H, WIDTH = 4, 6
 
 
 @cache
-def block(E: int, K: int) -> Program:
+def block(E: int, K: int, spec: RouteSpec | None = None) -> Program:
     """The block for one device, as ``raise_moe`` leaves it; the number of tokens is a symbol."""
     mode, graph = fake_mode(), fx.Graph()
 
@@ -55,6 +58,9 @@ def block(E: int, K: int) -> Program:
         node.meta.update(val=val, where="moe")
         return node
 
+    if spec is not None:
+        dropped = call(moec_ops.drop.default, (at["w"], at["ids"], spec.text()), (w_val, ids_val))
+        at["w"], at["ids"] = (call(operator.getitem, (dropped, i), v) for i, v in enumerate((w_val, ids_val)))
     rows_val, counts_val = resized(x_val, (T * K, H)), fixed(E, dtype=torch.int64)
     permuted = call(moec_ops.permute.default, (at["x"], at["ids"], E), (rows_val, counts_val, ids_val))
     rows, counts, row_of = (
@@ -83,8 +89,8 @@ def block(E: int, K: int) -> Program:
 
 
 @cache
-def compiled(E: int, K: int, plan: Plan, world: int) -> Program:
-    program = block(E, K).fork()
+def compiled(E: int, K: int, plan: Plan, world: int, spec: RouteSpec | None = None) -> Program:
+    program = block(E, K, spec).fork()
     program.mesh = plan.mesh(world)
     return manager.run(program, plan.resolve(world), (shard, redundant, lower))
 
@@ -115,48 +121,71 @@ def cotangents(data: Data) -> list[Tensor]:
     return [torch.randn(x.shape, generator=gen, dtype=x.dtype) for x in data.x]
 
 
-def dense(data: Data) -> dict[str, Tensor]:
-    """The oracle: one-hot algebra over all experts, and autograd through it."""
+def dense(data: Data, spec: RouteSpec | None = None) -> dict[str, Tensor]:
+    """The oracle: one-hot algebra over all experts, and autograd through it.  What is dropped is taken from the op,
+    which has tests of its own."""
     x, w, up, down = (
         t.clone().requires_grad_() for t in (torch.cat(data.x), torch.cat(data.w), data.up, data.down)
     )
-    hot_TKE = (torch.cat(data.ids)[:, :, None] == torch.arange(len(up))).to(x.dtype)
+    ids = torch.cat(data.ids)
+    if spec is not None:
+        ids = moec_ops.drop(w.detach(), ids, spec.text())[1]
+    hot_TKE = (ids[:, :, None] == torch.arange(len(up))).to(x.dtype)
     hidden = torch.nn.functional.silu(torch.einsum("th,ehi->tei", x, up))
     y = torch.einsum("tk,tke,tei,eih->th", w, hot_TKE, hidden, down)
     y.backward(torch.cat(cotangents(data)))
     return {"y": y.detach(), "x": x.grad, "w": w.grad, "up": up.grad, "down": down.grad}
 
 
+def operands(program: Program, data: Data, rank: int) -> dict[str, Tensor]:
+    """What a rank passes, by placeholder, in their order."""
+    i = program.mesh.index(rank, program.mesh.role("dp"))
+    mine = {"x": data.x[i], "ids": data.ids[i], "w": data.w[i]}
+    for name, spec in program.params.items():
+        mine[name] = shards.cut(getattr(data, spec.name), spec.types, program.mesh, rank)
+    mine = {k: v.clone().requires_grad_(v.is_floating_point()) for k, v in mine.items()}
+    return {n.name: mine[n.name] for n in program.placeholders()}
+
+
 def run(program: Program, data: Data, log: list[Event] | None = None) -> dict[str, Tensor]:
     """The same on the simulated world; ``log`` takes what was communicated."""
-    mesh = program.mesh
-    world, dp = LockstepWorld(mesh), mesh.role("dp")
-    values, back = [], []
-    for r in range(mesh.world):
-        i = mesh.index(r, dp)
-        mine = {"x": data.x[i], "ids": data.ids[i], "w": data.w[i]}
-        for name, spec in program.params.items():
-            mine[name] = shards.cut(getattr(data, spec.name), spec.types, mesh, r)
-        values.append({k: v.clone().requires_grad_(v.is_floating_point()) for k, v in mine.items()})
-        back.append(cotangents(data)[i])
-    order = [n.name for n in program.placeholders()]
-    outs = world.run(program.module, [[v[n] for n in order] for v in values])
     assert "equal_lengths" not in program.facts or len({len(x) for x in data.x}) == 1
-    torch.autograd.backward([o[0] for o in outs], back)
-    by_dp = {a: S(0) if a in dp else I for a in mesh.names}
-
-    def whole(parts: list[Tensor], types) -> Tensor:
-        found, apart = simulate._assemble(parts, types, mesh)
-        assert apart < 1e-12
-        return found
-
-    found = {"y": whole([o[0].detach() for o in outs], by_dp)}
-    found |= {k: whole([v[k].grad for v in values], by_dp) for k in ("x", "w")}
-    for name, spec in program.params.items():
-        parts = [v[name].grad for v in values]
-        if key := program.grad_reductions.get(name):
-            parts = simulate._reduce(parts, key, mesh)
-        found[spec.name] = whole(parts, spec.types)
+    mesh = program.mesh
+    world, ranks, dp = LockstepWorld(mesh), range(mesh.world), mesh.role("dp")
+    values = [operands(program, data, r) for r in ranks]
+    outs = world.run(program.module, [list(v.values()) for v in values])
+    torch.autograd.backward([o[0] for o in outs], [cotangents(data)[mesh.index(r, dp)] for r in ranks])
     if log is not None:
         log += world.log
-    return found
+    return whole(program, [found(v, o) for v, o in zip(values, outs, strict=True)])
+
+
+def run_real(rank: int, world: int, data: Data, *compile_args) -> dict[str, Tensor]:
+    """What this process, one of ``world``, has of it."""
+    program = compiled(*compile_args)
+    keys = sorted(group_keys(program))
+    groups = Groups(program.mesh, keys)
+    bound = bind(program, {k: groups.name(k) for k in keys})
+    values = operands(program, data, rank)
+    out = bound.module(*values.values())
+    out[0].backward(cotangents(data)[program.mesh.index(rank, program.mesh.role("dp"))])
+    return found(values, out)
+
+
+def found(values: dict[str, Tensor], out: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """Of one rank: y, and the gradients of what it passed."""
+    return {"y": out[0].detach(), **{k: v.grad for k, v in values.items() if v.grad is not None}}
+
+
+def whole(program: Program, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The global values that the ranks have parts of; ranks that should have the same must agree."""
+    mesh = program.mesh
+    by_dp = {a: S(0) if a in mesh.role("dp") else I for a in mesh.names}
+    out = {}
+    for name in ("y", "x", "w", *program.params):
+        mine, spec = [p[name] for p in parts], program.params.get(name)
+        if key := program.grad_reductions.get(name):
+            mine = simulate._reduce(mine, key, mesh)
+        out[spec.name if spec else name], apart = simulate._assemble(mine, spec.types if spec else by_dp, mesh)
+        assert apart < 1e-12
+    return out

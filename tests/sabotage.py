@@ -116,7 +116,7 @@ def _own_counts(graph: fx.Graph, x: fx.Node, dim, size) -> fx.Node:
 DROPS: dict[str, Callable[[fx.Node], None]] = {
     kind: lambda n, make=make: _instead(n, make)
     for kinds, make in (
-        (("i_to_r", "p_to_i", "p_to_r", "all_to_all"), _keep),
+        (("i_to_r", "p_to_i", "p_to_r", "all_to_all", "all_to_all_equal"), _keep),
         (("s_to_r", "s_to_i", "s_to_p"), _repeat),
         (("i_to_s", "r_to_s", "p_to_s"), _first),
         (("exchange_counts",), _own_counts),
@@ -139,4 +139,4 @@ def wrong_duals(program: Program) -> Iterator[tuple[str, dict[str, Collective]]]
 def _interchangeable(dual: str, other: str) -> bool:
     """Another movement of data, of the same signature.  Kinds that move alike are one backward."""
     a, b = TABLE[dual].primitive, TABLE[other].primitive
-    return a != b and not {a, b} & {"exchange", "counts", "all_to_all"}
+    return a != b and not {a, b} & {"exchange", "equal", "counts", "all_to_all"}

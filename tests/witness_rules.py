@@ -117,7 +117,26 @@ def _arrives(w, group: str) -> bool:
     return w.mesh.role("ep")[-1] in group.split(",")
 
 
-CONVERSIONS: dict[str, Callable] = {**dict.fromkeys(TRANSITIONS, _convert), "counts": _counts, "exchange": _exchange}
+def _equal(w, node: fx.Node, entry: Collective, x_NH, size, group) -> Tensor:
+    """As many rows to every rank: out where they are at home, back where they are not."""
+    owner = w.axes[OWNER]
+    for a in group.split(","):
+        if derived(x_NH, w.axes[a]) != ("S", 0):
+            raise spmd.SpmdTypeError(f"rows are {derived(x_NH, w.axes[a])} on {a}: all the same cannot be exchanged")
+    here = spmd.get_axis_local_type(x_NH, owner)
+    if here in (spmd.I, spmd.R):
+        typed = rules.convert(x_NH, owner, src=here, dst=spmd.S(0))
+    else:
+        typed = rules.all_gather(x_NH, owner, src=spmd.S(0), dst=spmd.I)
+    with spmd.no_typecheck():
+        y = x_NH.clone()
+    rules.output(y, typed)
+    return y
+
+
+CONVERSIONS: dict[str, Callable] = {
+    **dict.fromkeys(TRANSITIONS, _convert), "counts": _counts, "exchange": _exchange, "equal": _equal,
+}  # fmt: skip
 
 
 # -- moec's ops ------------------------------------------------------------------------------------------------------
@@ -149,11 +168,24 @@ def _permute_kept(w, node, x_TH, ids_TK, num_experts):
     typed = w.einsum("th,tk->tkh", x_TH, ids_TK)
     order = list(w.axes.values())
     rows = w.made(typed, [sorted(tokens + choices, key=order.index), w.dims(typed)[2]])
+    return rows, _own_counts(w, ids_TK, tokens + choices), w.einsum("tk->tk", ids_TK)
+
+
+def _own_counts(w, x, cut: list[Axis]):
+    """Counts of rows that ``cut`` cuts: over ep each rank has those of its own experts, over others addends."""
     ours = {w.axes[a] for a in (*w.mesh.role("ep"), OWNER)}
-    counts, local = rules.NdimWithSpmdType(1), dict(spmd.get_local_type(ids_TK))
-    local |= {a: spmd.P for a in tokens if a not in ours}
-    spmd.assert_type(counts, local, partition_spec=spec_of([[a for a in tokens + choices if a in ours]]))
-    return rows, counts, w.einsum("tk->tk", ids_TK)
+    counts, local = rules.NdimWithSpmdType(1), dict(spmd.get_local_type(x))
+    local |= {a: spmd.P for a in cut if a not in ours}
+    spmd.assert_type(counts, local, partition_spec=spec_of([[a for a in cut if a in ours]]))
+    return counts
+
+
+def _slots(w, node, x_TH, ids_TK, *_):
+    return w.einsum("th,t_->th", x_TH, ids_TK), w.einsum("t_->t_", ids_TK)
+
+
+def _equal_counts(w, node, x_NH, num_experts):
+    return _own_counts(w, x_NH, w.dims(x_NH)[0])
 
 
 def _own_ids(w, node, ids_TK, numbers_N):
@@ -257,6 +289,7 @@ MOEC: dict[str, Callable] = {
     "moec.grouped_add": _grouped_add, "moec.sort_chunks": _sort_chunks, "moec.pad_rows": _own_rows,
     "moec.take_rows": _own_rows, "moec.lookup": _lookup, "moec.pick": _pick,
     "moec.permute_kept": _permute_kept, "moec.own_ids": _own_ids,
+    "moec.slots": _slots, "moec.swap_chunks": _own_rows, "moec.equal_counts": _equal_counts,
     "moec.destinations": _destinations, "moec.place_rows": _place_rows, "moec.add_rows": _add_rows,
     "moec.blocked_logsumexp": _blocked_logsumexp, "moec.boundary": _own_rows, "moec.route": _route, "moec.drop": _drop,
     "moec.balance": _balance, "moec.inject": _inject, "moec.tally": _tally,

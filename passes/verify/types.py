@@ -18,7 +18,7 @@ from moec.passes.shard.solve import Operand, solve
 from moec.passes.units import packed_types
 from moec.placement import I, P, R, S, Type, Types, V, show
 from moec.program import Program, op_name
-from moec.runtime.collectives import collective, group_of, is_wait
+from moec.runtime.collectives import CONVERSIONS, collective, group_of, is_wait
 from moec.runtime.errors import MoecError
 
 BY_THE_TABLE = {
@@ -27,7 +27,9 @@ BY_THE_TABLE = {
 }  # fmt: skip
 """Ops of ours that are no expert dialect: their factor rules say all."""
 
-TOKENS = {"moec.permute", "moec.permute_kept", "moec.unpermute", "moec.place_rows", "moec.add_rows"}
+TOKENS = {
+    "moec.permute", "moec.permute_kept", "moec.slots", "moec.unpermute", "moec.place_rows", "moec.add_rows",
+}  # fmt: skip
 """Between tokens and rows; the last operand has a line for each token."""
 
 
@@ -73,7 +75,7 @@ def _derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
     if is_wait(node.target):
         return derived[node.args[0]]
     entry, name = collective(node.target), op_name(node)
-    if entry is not None and entry.primitive not in ("exchange", "counts"):
+    if entry is not None and entry.kind in CONVERSIONS:
         return _convert(program, node, derived[node.args[0]], entry)
     ops = operands(node)
     types = [derived[o] if o.meta["grad"] else _neutral(derived[o]) for o in ops]
@@ -183,11 +185,11 @@ def _moe(program: Program, node: fx.Node, name: str, types: list[Types]) -> Type
         if name in TOKENS:
             # Tokens are distinct over ep and edp, in whatever order the rows lie: the same order for all operands.
             # Those that came from other ranks are ragged.
-            tokens = on[-1]
+            tokens = on[-1]  # slots, permute: the ids; the others: the number of each pair's row
             require(tokens, (R,) if etp else (S(0, tokens.parts), V), a)
             # All ranks of ep may have the same tokens, and each the ids of its own experts.
             alike = (tokens, R) if tokens == V and axis.expert == "ep" else (tokens,)
-            if name in ("moec.permute", "moec.permute_kept"):
+            if name in ("moec.permute", "moec.permute_kept", "moec.slots"):
                 require(on[0], alike, a)
                 out[a] = R if etp else V
             elif name == "moec.place_rows":
@@ -238,6 +240,8 @@ def _moe(program: Program, node: fx.Node, name: str, types: list[Types]) -> Type
             out[a] = on[0]
     if name in ("moec.permute", "moec.permute_kept"):
         return [out, out, row_of]
+    if name == "moec.slots":
+        return [out, row_of]
     return out
 
 

@@ -8,6 +8,7 @@ Legend: N rows, H hidden, R ranks of the group, E experts (E/R live on each rank
 * ``moec::all_to_all_rows(x_NH, send_R, recv_R, rows, size, group) -> y``: the same with exactly ``rows`` rows of
   output, zeros past ``sum(recv_R)``.  Backward of both: the gradient has as many rows as ``x`` had, so it needs no
   data-dependent size.
+* ``moec::all_to_all_equal(x_NH, size, group) -> y_NH``: an equal share of the rows to every rank; its own backward.
 * ``moec::exchange_counts(counts_E, size, group) -> [R, E/R]``: from each rank its counts for this rank's experts.
 """
 
@@ -88,6 +89,28 @@ def _backward(kind: str, num_inputs: int):
 
 all_to_all.register_autograd(_backward("all_to_all", 5), setup_context=_setup)
 all_to_all_rows.register_autograd(_backward("all_to_all_rows", 6), setup_context=_setup)
+
+
+@torch.library.custom_op("moec::all_to_all_equal", mutates_args=())
+def all_to_all_equal(x_NH: Tensor, size: int, group: str) -> Tensor:
+    splits = [part_of(x_NH, 0, size, "all_to_all_equal")] * size
+    return _start(x_NH, splits, splits, x_NH.new_empty(x_NH.shape), size, group, "all_to_all_equal")
+
+
+@all_to_all_equal.register_fake
+def _(x_NH, size, group):
+    return x_NH.new_empty(x_NH.shape)
+
+
+def _setup_equal(ctx, inputs, output) -> None:
+    _, *ctx.args = inputs
+
+
+def _backward_equal(ctx, grad: Tensor):
+    return wait(TABLE[TABLE["all_to_all_equal"].dual].op(grad, *ctx.args)), None, None
+
+
+all_to_all_equal.register_autograd(_backward_equal, setup_context=_setup_equal)
 
 
 @torch.library.custom_op("moec::exchange_counts", mutates_args=())

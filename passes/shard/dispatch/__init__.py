@@ -5,6 +5,7 @@
 ``allgather``    every rank gets all tokens of ep and computes the pairs of its experts; a reduce-scatter adds up
 ``dedup``        a token travels once to each rank that has some of its experts; their results are added there
 ``hierarchical`` the same twice: once to each node, then once to each rank inside it
+``static``       of a router with a capacity: an equal number of slots for every expert, used or not
 =============== ====================================================================================================
 
 ``base.Dispatcher`` is the interface: six stages that emit nodes.  A backend of its own (DeepEP, say) is one more file
@@ -19,6 +20,7 @@ from moec.passes.shard.dispatch.base import Dispatcher
 from moec.passes.shard.dispatch.dedup import Dedup
 from moec.passes.shard.dispatch.hierarchical import Hierarchical
 from moec.passes.shard.dispatch.local import Local
+from moec.passes.shard.dispatch.static import Static
 from moec.plan import Plan
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {
@@ -26,6 +28,7 @@ DISPATCHERS: dict[str, type[Dispatcher]] = {
     "allgather": AllGather,
     "dedup": Dedup,
     "hierarchical": Hierarchical,
+    "static": Static,
 }
 
 

@@ -13,8 +13,8 @@ class Local(Dispatcher):
     """permute … unpermute."""
 
     def dispatch_preprocess(self, x: fx.Node, ids: fx.Node) -> Nodes:
-        rows, self.load, self.row_of = self.permute(x, ids, self.num_experts)
-        return rows, self.load
+        rows, counts, self.row_of = self.permute(x, ids, self.num_experts)
+        return rows, counts
 
     def token_dispatch(self, *payload: fx.Node) -> Nodes:
         return payload
