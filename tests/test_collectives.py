@@ -72,6 +72,7 @@ def _opcheck_kinds(rank: int, group: str) -> None:
         send, recv = torch.tensor([rank, 2]), torch.tensor([[0, 1], [2, 2]][rank])
         torch.library.opcheck(moec_ops.all_to_all.default, (x, send, recv, 2, group), **tests)
         torch.library.opcheck(moec_ops.all_to_all_rows.default, (x, send, recv, 7, 2, group), **tests)
+        torch.library.opcheck(moec_ops.all_to_all_equal.default, (x, 2, group), **tests)
     torch.library.opcheck(moec_ops.exchange_counts.default, (torch.arange(8) + rank, 2, group))
 
 

@@ -8,6 +8,7 @@ from test_ops_permute import routings
 
 import moec.runtime  # noqa: F401  registers the ops
 from moec.runtime.errors import MoecError
+from moec.runtime.route_spec import RouteSpec
 
 ops = torch.ops.moec
 
@@ -89,3 +90,55 @@ def test_opcheck(dtype, T):
 def test_unequal_shares_are_refused():
     with pytest.raises(MoecError, match="4 ranks do not divide 6 experts"):
         ops.destinations(torch.zeros(1, 1, dtype=torch.int64), 6, 4)
+
+
+@given(routings(), st.sampled_from([0.3, 1.0, 9.0]), st.integers(1, 3))
+def test_slots_hold_the_pairs_of_an_expert_in_order(routing, factor, others):
+    """C is what the tokens here may send of a capacity that ``others`` as many tokens share."""
+    ids, E = routing
+    T, K = ids.shape
+    spec = RouteSpec(E, K, capacity_factor=factor, drop="position")
+    ids = ops.drop(torch.zeros(T * others, K), ids.repeat(others, 1), spec.text())[1][:T]
+    x = torch.randn(T, 3, dtype=torch.float64, requires_grad=True)
+    rows, row_of = ops.slots(x, ids, T * others, spec.text())
+    C = min(T, spec.capacity(T * others))
+    assert rows.shape == (E * C, 3)
+    want, used = torch.zeros(E * C, 3, dtype=torch.float64), [0] * E
+    for t in range(T):
+        for k in range(K):
+            if (e := int(ids[t, k])) >= 0:
+                assert int(row_of[t, k]) == e * C + used[e]
+                want[e * C + used[e]] = x[t].detach()
+                used[e] += 1
+    assert torch.equal(rows, want)
+    g = torch.randn_like(rows)
+    torch.testing.assert_close(torch.autograd.grad(rows, x, g)[0], ops.add_rows(g, row_of), rtol=0, atol=0)
+
+
+def test_a_pair_too_many_is_an_error_and_never_dropped():
+    spec = RouteSpec(4, 1, capacity_factor=1.0).text()
+    ids = torch.tensor([[0], [0], [0], [1]])
+    with pytest.raises(MoecError, match="3 pairs for an expert that has 1 slots for 4 tokens"):
+        ops.slots(torch.zeros(4, 2), ids, 4, spec)
+    with pytest.raises(MoecError, match="without a capacity"):
+        ops.slots(torch.zeros(4, 2), ids, 4, RouteSpec(4, 1).text())
+
+
+def test_chunks_swap_and_swap_back():
+    x = torch.randn(12, 2, dtype=torch.float64, requires_grad=True)
+    y = ops.swap_chunks(x, 2, 3)
+    assert torch.equal(y, x.view(2, 3, 2, 2).transpose(0, 1).reshape(12, 2))
+    assert torch.equal(ops.swap_chunks(y, 3, 2), x)
+    assert torch.autograd.gradcheck(lambda x: ops.swap_chunks(x, 2, 3), (x,))
+    assert ops.equal_counts(y, 3).tolist() == [4, 4, 4]
+    with pytest.raises(MoecError, match="12 rows are not 5 times 1 equal chunks"):
+        ops.swap_chunks(x, 5, 1)
+
+
+def test_opcheck_slots():
+    ids = torch.tensor([[0, 3], [2, -1], [-1, -1], [1, 0]])
+    x = torch.randn(4, 2, requires_grad=True)
+    spec = RouteSpec(4, 2, capacity_factor=1.5).text()
+    torch.library.opcheck(ops.slots.default, (x, ids, 4, spec))
+    torch.library.opcheck(ops.swap_chunks.default, (x, 2, 1))
+    torch.library.opcheck(ops.equal_counts.default, (x, 2))
