@@ -1,6 +1,6 @@
 """parallelize: the pipeline on one screen.
 
-capture → normalize → raise_moe → statistics → shard → redundant → fsdp (where asked for) → lower
+capture → normalize → raise_moe → statistics → shard → redundant → bundle → fsdp (where asked for) → lower
 → expand (where layers are equal) → bind to process groups → ParallelModule
 """
 
@@ -22,6 +22,7 @@ from moec.inputs import counts_as_tensors
 from moec.module import ParallelModule
 from moec.own_plan import own_plan
 from moec.passes import manager
+from moec.passes.bundle import bundle
 from moec.passes.configure_router import configure_router
 from moec.passes.contract import Pass
 from moec.passes.expand import Unlike, expand, expand_layers
@@ -45,7 +46,9 @@ __all__ = [
     "PIPELINE", "JointGraphs", "compile_program", "expand", "expanded", "joint_graphs", "parallelize", "sharding_rule",
 ]  # fmt: skip
 
-PIPELINE: tuple[Pass, ...] = (normalize, raise_moe, configure_router, statistics, shard, redundant, fsdp, units, lower)
+PIPELINE: tuple[Pass, ...] = (
+    normalize, raise_moe, configure_router, statistics, shard, redundant, bundle, fsdp, units, lower,
+)  # fmt: skip
 
 
 def compile_program(
