@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from moec import shards
-from moec.accounts import Accounts, expert_load, pending_groups
+from moec.accounts import AUX_COUNTS, Accounts, expert_load, pending_groups
 from moec.epilogue import Reduction, enter, to_local
 from moec.inputs import Call, bind, canonical, counts_as_tensors
 from moec.placement import R, Types, show
@@ -130,6 +130,7 @@ class ParallelModule(nn.Module):
         tensors = self._preflight(key, program, call)
         self._program = program
         self.last_sizes = {s.path: tuple(tensors[s.placeholder].shape) for s in program.inputs.values()}
+        self._carry(program)
         reshards = torch.is_grad_enabled() and any(n.name == RESHARDING for n in program.placeholders())
         owners = ((to_local(s.value), s.value) for s in self._slots.values())
         resharding = Resharding(owners) if reshards else None
@@ -138,6 +139,15 @@ class ParallelModule(nn.Module):
         self.accounts.forward(program, results, self.training)
         leaves = [o.constant if o.index is None else self._leaf(o, results[o.index]) for o in program.outputs]
         return pytree.tree_unflatten(leaves, program.out_spec)
+
+    def _carry(self, program: Program) -> None:
+        """Running counts of the global balancing loss: what the forwards since the last optimizer step added."""
+        for spec in program.params.values():
+            if spec.initial is not None and spec.name.rpartition(".")[2] == AUX_COUNTS:
+                path = spec.name.rpartition(".")[0]
+                since = self.accounts.step.sums.get(f"{path}:{AUX_COUNTS}")
+                buffer = self._slots[spec.name].value
+                buffer.zero_() if since is None else buffer.copy_(since)
 
     def _leaf(self, spec: OutputSpec, local: Tensor) -> Tensor:
         """An output as users see it: what tp shards (logits beside a loss) is a DTensor over the tp axes of this rank's

@@ -84,7 +84,7 @@ class ByHand(Plain):
             z_TE, self.made.get("expert_bias"), mask_BS.reshape(-1).bool(), token, self.spec.text()
         )
 
-    def more(self, z_TE: Tensor, mask_BS: Tensor) -> Tensor | float:
+    def value(self, z_TE: Tensor, mask_BS: Tensor) -> Tensor:
         total, valid = z_TE.sum() * 0, mask_BS.reshape(-1).bool()
         if "z" in self.router.losses:
             total = total + self.router.losses["z"] * (z_TE[valid].exp().sum(1).log() ** 2).mean()
@@ -101,7 +101,19 @@ class ByHand(Plain):
             rows = [valid & (torch.arange(len(valid)) // mask_BS.shape[1] == b) for b in range(len(mask_BS))]
             each = [balance(p_TE[r], c_TE[r].sum(0)) for r in rows if r.any()]
             total = total + self.router.losses["sequence"] * torch.stack(each).mean()
+        return total
+
+    def more(self, z_TE: Tensor, mask_BS: Tensor) -> Tensor | float:
+        total = self.value(z_TE, mask_BS)
         return total - total.detach()
+
+
+def logits(source: Plain, inputs: dict[str, Tensor]) -> Tensor:
+    found: list[Tensor] = []
+    hook = source.gate.register_forward_hook(lambda module, x, y: found.append(y.detach()))
+    source(**inputs)
+    hook.remove()
+    return found[0]
 
 
 def balance(p_TE: Tensor, c_E: Tensor) -> Tensor:
@@ -158,6 +170,11 @@ def prove(spec: RouteSpec, router: Router, plan: moec.Plan, meant: RouteSpec | N
     for after in ("configure_router", "statistics", "shard", "lower"):
         report = truth.compare(after, found[after])
         assert report.worst()[1] <= TOLERANCE, f"after {after}: {report.worst()}"
+    if router.losses:
+        reported = truth._run(found["lower"]).statistics
+        got = sum(float(x) for name, x in reported.items() if name.partition(":")[2] in router.losses)
+        want = float(truth.module.value(logits(truth.module, batch()), batch()["attention_mask"]))
+        assert abs(got - want) <= TOLERANCE * want
     if not plan.sequence_parallel and plan.cp == 1:  # the library has no packed shards
         witness(found["shard"])
 
@@ -257,6 +274,30 @@ def test_buffers_of_the_module_keep_their_dtype():
     moec.load_full_state_dict(other, state)
     meta = moec.ParallelModule(model(SIGMOID).to("meta"), program, None, lambda *_: program, (), batch())
     assert not meta.to_empty(device="cpu").expert_bias.any()
+
+
+def test_global_counts_run_until_they_are_cleared():
+    """Two forwards, then (an optimizer step) one of its own."""
+    router = Router(aux_loss={"global": 0.5})
+    source, program = model(SOFTMAX), stages(captured(SOFTMAX), moec.Plan(dp=1, router=router))["lower"]
+    built = moec.ParallelModule(source, program, None, lambda *_: program, (), batch())
+    first, second = ({k: v[i : i + 4] for k, v in batch().items()} for i in (0, 4))
+    since, seen = torch.zeros(E + 1, dtype=torch.int64), []
+    for inputs in (first, second, second):
+        if len(seen) == 2:
+            built.accounts.step.clear()
+            since.zero_()
+        built(**inputs)
+        seen.append(float(built.accounts.last.sums[":global"]))
+        by_self = ByHand(SOFTMAX, router, {"aux_counts": since.clone()})
+        by_self.load_state_dict(source.state_dict())
+        z_TE = logits(by_self, inputs)
+        want = float(by_self.value(z_TE, inputs["attention_mask"]))
+        assert abs(seen[-1] - want) < 1e-6 * want
+        valid = inputs["attention_mask"].reshape(-1).bool()
+        since[:E] += F.one_hot(z_TE.softmax(1).topk(K).indices, E).sum(1)[valid].sum(0)
+        since[E] += 1
+    assert abs(seen[1] - seen[2]) > 1e-4
 
 
 # -- refusals
