@@ -31,19 +31,17 @@ import torch
 from torch import fx
 
 from moec.passes.contract import Pass, PassContract
-from moec.passes.losses import agree
 from moec.passes.rewrite import apply, fake, new
 from moec.passes.router_losses import Inputs, losses
+from moec.passes.tokens import Tokens, size_of
 from moec.plan import Plan
 from moec.program import ParamSpec, Program, op_name, placeholder_name
 from moec.router import Router
 from moec.runtime import ops  # noqa: F401  registers moec::route
 from moec.runtime.errors import MoecError
 from moec.runtime.route_spec import RouteSpec
-from moec.runtime.torch_compat import expr
 
 aten, moec_ops = torch.ops.aten, torch.ops.moec
-PADDING = "attention_mask"
 CONTRACTIONS = ("aten.linear", "aten.mm", "aten.matmul")
 
 
@@ -88,6 +86,7 @@ class _Configure:
         self.program, self.plan, self.router = program, plan, router
         self.graph = program.graph
         self.start = next(n for n in self.graph.nodes if n.op != "placeholder")
+        self.tokens = Tokens(program)
         self.made: dict[Any, fx.Node] = {}
         """Values that all blocks share: the padding mask and the tokens' numbers."""
 
@@ -98,7 +97,7 @@ class _Configure:
         with self.graph.inserting_before(node):
             if router.dtype is not None:
                 logits_TE = self._logits(node, logits_TE)
-            padding_T = self._padding(logits_TE)  # 1
+            padding_T = self.tokens.valid(logits_TE, router.padding)  # 1
             if padding_T is not None:
                 both = valid_T is not None
                 valid_T = apply(logits_TE, aten.logical_and.default, valid_T, padding_T) if both else padding_T
@@ -117,7 +116,7 @@ class _Configure:
             if spec.capacity_factor is not None:
                 weights, ids = _pair(node, moec_ops.drop.default, weights, ids, spec.text())
             if program.training and router.losses:  # 4
-                seen = Inputs(logits_TE, valid_T, spec, self._tokens(logits_TE), counts)
+                seen = Inputs(logits_TE, valid_T, spec, self.tokens.input_of(logits_TE), counts)
                 found = losses(seen, router.losses)
                 weights = apply(weights, moec_ops.inject.default, weights, found.total)
                 for name, value in found.statistics.items():
@@ -162,49 +161,14 @@ class _Configure:
         out = apply(product, product.target, *operands)
         return apply(product, aten.reshape.default, out, [-1, logits_TE.meta["val"].shape[1]])
 
-    def _padding(self, logits_TE: fx.Node) -> fx.Node | None:
-        wanted = self.router.padding
-        spec = next((s for s in self.program.inputs.values() if s.path == (wanted or PADDING)), None)
-        if spec is None or (spec.ndim != 2 and wanted is None):
-            if wanted is None:
-                return None
-            raise MoecError(
-                f"padding={wanted!r} is not an input; inputs are {[s.path for s in self.program.inputs.values()]}"
-            )
-        mask = next(n for n in self.program.placeholders() if n.name == spec.placeholder)
-        tokens = self._tokens(logits_TE)
-        if spec.ndim != 2 or tokens is None or not agree(self.program, _pairs(mask, tokens)):
-            if wanted is None:
-                return None
-            raise MoecError(f"padding={wanted!r} has shape {tuple(mask.meta['val'].shape)}, not one entry a token")
-        if "padding" not in self.made:
-            with self.graph.inserting_before(self.start):
-                valid_BS = mask
-                if mask.meta["val"].dtype != torch.bool:
-                    valid_BS = apply(mask, aten.ne.Scalar, mask, 0)
-                if any(expr(a) != expr(b) for a, b in _pairs(mask, tokens)):  # the same sizes, under the tokens' names
-                    valid_BS = apply(mask, aten.expand.default, valid_BS, [_size(tokens, d) for d in range(2)])
-                self.made["padding"] = apply(mask, aten.reshape.default, valid_BS, [-1])
-        return self.made["padding"]
-
-    def _tokens(self, logits_TE: fx.Node) -> fx.Node | None:
-        """An input whose first two dims are the router's tokens [B, S].  Where only the examples say so, it becomes a
-        guard of the program."""
-        inputs = self.program.inputs
-        found = [n for n in self.program.placeholders() if n.name in inputs and inputs[n.name].batch_dim == 0]
-        rows = {n: n.meta["val"].shape[0] * n.meta["val"].shape[1] for n in found if n.meta["val"].ndim >= 2}
-        T = logits_TE.meta["val"].shape[0]
-        exact = next((n for n, size in rows.items() if expr(size) == expr(T)), None)
-        return exact or next((n for n, size in rows.items() if agree(self.program, [(size, T)])), None)
-
     def _numbers(self, logits_TE: fx.Node) -> fx.Node:
         """int64 [T]: b·S + s."""
-        like = self._tokens(logits_TE)
+        like = self.tokens.input_of(logits_TE)
         if like is None:
             raise MoecError("force_balance needs an input [B, S] or [B, S, …] whose tokens are the router's")
         if "numbers" not in self.made:
             with self.graph.inserting_before(self.start):
-                B, S = (_size(like, d) for d in range(2))
+                B, S = (size_of(like, d) for d in range(2))
                 at = {"dtype": torch.int64, "device": like.meta["val"].device}
                 of_B, of_S = (apply(like, aten.arange.default, n, **at) for n in (B, S))
                 first_B1 = apply(like, aten.mul.Tensor, apply(like, aten.unsqueeze.default, of_B, 1), S)
@@ -229,17 +193,6 @@ class _Configure:
             node.name, full, shape, dtype, False, buffer=True, persistent=name == "expert_bias", initial=0.0
         )
         return node
-
-
-def _pairs(a: fx.Node, b: fx.Node) -> list[tuple[Any, Any]]:
-    """Sizes of the first two dims."""
-    return list(zip(a.meta["val"].shape[:2], b.meta["val"].shape[:2], strict=True))
-
-
-def _size(node: fx.Node, dim: int) -> Any:
-    """The size of a dim, as a number or a node."""
-    size = node.meta["val"].shape[dim]
-    return size if isinstance(size, int) else new(node, aten.sym_size.int, (node, dim), size)
 
 
 def _pair(node: fx.Node, target, *args) -> tuple[fx.Node, fx.Node]:

@@ -7,7 +7,8 @@ Contract
     never      communicates: what a rank counts of its own tokens stays a pending sum, and is summed when asked for
 
 For each ``permute`` a ``moec.tally``: of the ids that it deals out, all there is to see of a user's own router; of a
-``moec.route`` also of its logits and its mask of real tokens, and of what it had chosen before a ``moec.drop``.
+``moec.route`` also of its logits, and of what it had chosen before a ``moec.drop``.  Padding is not counted: what the
+router was told of it, else what the model's ``attention_mask`` says.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import fx
 
 from moec.passes.contract import Pass, PassContract
 from moec.passes.rewrite import apply
+from moec.passes.tokens import Tokens
 from moec.plan import Plan
 from moec.program import Program
 from moec.runtime.route_spec import RouteSpec
@@ -28,6 +30,7 @@ aten, moec_ops = torch.ops.aten, torch.ops.moec
 
 
 def _run(program: Program, plan: Plan) -> Program:
+    tokens = Tokens(program)
     for node in program.graph.find_nodes(op="call_function", target=moec_ops.permute.default):
         _, ids, num_experts = node.args
         chosen, kept, logits, valid, score = ids, None, None, None, "softmax_pre"
@@ -38,6 +41,8 @@ def _run(program: Program, plan: Plan) -> Program:
             if route is not None:
                 logits, _, valid, _, spec = route.args
                 logits, score = apply(logits, aten.detach.default, logits), RouteSpec.parse(spec).score
+            if valid is None:
+                valid = tokens.valid(ids, None)
             tally = apply(ids, moec_ops.tally.default, chosen, kept, logits, valid, num_experts, score)
         program.add_statistic(f"{node.meta.get('where', '')}:tally", tally)
     program.graph.lint()

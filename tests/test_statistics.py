@@ -103,3 +103,31 @@ def test_check_compares_what_is_counted(monkeypatch) -> None:
     monkeypatch.setattr(simulate, "_total", lambda parts, pending, mesh: (parts[0], 0.0))  # one rank speaks for all
     first = moec.check(net, plan, **args).first_failure
     assert first is not None and first[:2] == ("shard", "output statistic layers.0.moe:tally")
+
+
+class Masked(torch.nn.Module):
+    """A model with padding that its router does not know of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = build(Shape(), 2)
+
+    def forward(self, ids, labels, attention_mask):
+        return self.net(ids, labels)["loss"] * attention_mask.float().mean()
+
+
+def test_padding_is_not_counted() -> None:
+    ids, labels = Batch(2, 4).tensors()
+    mask = torch.ones(2, 4, dtype=torch.int64)
+    mask[1, 2:] = 0
+    source = Masked()
+    data = {"ids": ids, "labels": labels, "attention_mask": mask}
+    model = moec.parallelize(source, Plan(), example_kwargs=data)
+    model(**data)
+    (stats,) = moec.moe_stats(model).values()
+    assert stats.tokens == 6
+    whole = expected(source.net, (ids, labels))
+    model(**{**data, "attention_mask": 1 - mask})  # the others
+    (both,) = moec.moe_stats(model).values()
+    assert both.tokens == 8
+    assert torch.equal(both.tokens_per_expert, whole)
