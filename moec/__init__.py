@@ -7,6 +7,7 @@ model(input_ids=ids, labels=labels).loss.backward()
 
 from moec.check import CheckReport, check
 from moec.compiler import compile_program, parallelize, sharding_rule
+from moec.expert_bias import update_expert_bias
 from moec.explain import Explanation, explain
 from moec.module import ParallelModule
 from moec.plan import Plan
@@ -33,4 +34,5 @@ __all__ = [
     "parallelize",
     "shard_batch",
     "sharding_rule",
+    "update_expert_bias",
 ]

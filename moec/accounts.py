@@ -7,7 +7,7 @@ count again, and evaluation never does.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -71,7 +71,21 @@ class Accounts:
         self.trained = Account()
         """Training forwards since ``moe_stats(reset=True)``."""
         self.step = Account()
-        """Training forwards since the last ``update_expert_bias``."""
+        """Training forwards of this optimizer step, until ``update_expert_bias``."""
+        self._versions: tuple[int, ...] = ()
+
+    def begin(self, parameters: Iterable[Tensor], running: Mapping[str, Tensor], training: bool) -> None:
+        """Before a forward.  A training forward after the ``parameters`` were changed begins a new optimizer step.
+        ``running``: buffers that take what this step has summed so far, by the statistic's name."""
+        if in_backward():  # recomputed: it meets what it met when it ran first
+            return
+        versions = tuple(p._version for p in parameters)
+        if training and versions != self._versions:
+            self.step.clear()
+            self._versions = versions
+        for name, buffer in running.items():
+            since = self.step.sums.get(name)
+            buffer.zero_() if since is None else buffer.copy_(since)
 
     def forward(self, program: Program, results: tuple[Tensor, ...], training: bool) -> None:
         if in_backward():  # recomputed: counted when it ran first

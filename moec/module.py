@@ -37,6 +37,7 @@ from moec.runtime.errors import MoecError
 from moec.runtime.groups import Groups
 from moec.runtime.mesh import Mesh
 from moec.runtime.reshard import RESHARDING, Resharding
+from moec.tree import container, initial, named_tensors, unused
 
 CompileFn = Callable[[bool, tuple[Any, ...], dict[str, Any]], Program]
 """(training, args, kwargs) -> lowered Program on the same mesh."""
@@ -55,6 +56,11 @@ class Slot:
     @property
     def value(self) -> Tensor:
         return getattr(self.home, self.attribute)
+
+    @property
+    def running(self) -> bool:
+        """Does it hold the running counts of a global balancing loss?"""
+        return self.spec.initial is not None and self.attribute == AUX_COUNTS
 
 
 class ParallelModule(nn.Module):
@@ -130,7 +136,8 @@ class ParallelModule(nn.Module):
         tensors = self._preflight(key, program, call)
         self._program = program
         self.last_sizes = {s.path: tuple(tensors[s.placeholder].shape) for s in program.inputs.values()}
-        self._carry(program)
+        running = {f"{s.name.rpartition('.')[0]}:{AUX_COUNTS}": s.value for s in self._slots.values() if s.running}
+        self.accounts.begin((s.value for s in self._slots.values() if s.spec.requires_grad), running, self.training)
         reshards = torch.is_grad_enabled() and any(n.name == RESHARDING for n in program.placeholders())
         owners = ((to_local(s.value), s.value) for s in self._slots.values())
         resharding = Resharding(owners) if reshards else None
@@ -139,15 +146,6 @@ class ParallelModule(nn.Module):
         self.accounts.forward(program, results, self.training)
         leaves = [o.constant if o.index is None else self._leaf(o, results[o.index]) for o in program.outputs]
         return pytree.tree_unflatten(leaves, program.out_spec)
-
-    def _carry(self, program: Program) -> None:
-        """Running counts of the global balancing loss: what the forwards since the last optimizer step added."""
-        for spec in program.params.values():
-            if spec.initial is not None and spec.name.rpartition(".")[2] == AUX_COUNTS:
-                path = spec.name.rpartition(".")[0]
-                since = self.accounts.step.sums.get(f"{path}:{AUX_COUNTS}")
-                buffer = self._slots[spec.name].value
-                buffer.zero_() if since is None else buffer.copy_(since)
 
     def _leaf(self, spec: OutputSpec, local: Tensor) -> Tensor:
         """An output as users see it: what tp shards (logits beside a loss) is a DTensor over the tp axes of this rank's
@@ -186,10 +184,10 @@ class ParallelModule(nn.Module):
     def _build_tree(self, source: nn.Module, program: Program) -> None:
         specs = {name: spec for spec in program.params.values() for name in (spec.name, *spec.aliases)}
         specs |= {m: spec for spec in program.params.values() for m in spec.members}
-        tensors = {name: tensor for name, tensor, _ in _tensors(source)}
+        tensors = {name: tensor for name, tensor, _ in named_tensors(source)}
         made: dict[int, nn.Parameter] = {}  # id of the source's tensor or of the spec -> parameter, so ties stay tied
-        for name, tensor, persistent in _tensors(source):
-            spec = specs.get(name) or _unused(name, tensor, persistent)
+        for name, tensor, persistent in named_tensors(source):
+            spec = specs.get(name) or unused(name, tensor, persistent)
             member = spec.members.index(name) if name in spec.members else None
             own = spec.name if member is not None else name
             if persistent:
@@ -197,7 +195,7 @@ class ParallelModule(nn.Module):
             if own in self._slots:
                 continue
             shards.check_types(own, spec.shape, spec.types, self._mesh)
-            home, attribute = _container(self, own)
+            home, attribute = container(self, own)
             tie = id(spec) if spec.placeholder else id(tensor)
             full = torch.stack([tensors[m].detach() for m in spec.members]) if spec.members else tensor.detach()
             if isinstance(tensor, nn.Parameter):
@@ -211,9 +209,9 @@ class ParallelModule(nn.Module):
             self._slots[own] = Slot(own, home, attribute, spec, spec.types)
         for spec in program.params.values():
             if spec.initial is not None:
-                home, attribute = _container(self, spec.name)
+                home, attribute = container(self, spec.name)
                 device = next(iter(self._slots.values())).value.device
-                home.register_buffer(attribute, _initial(spec, device), persistent=spec.persistent)
+                home.register_buffer(attribute, initial(spec, device), persistent=spec.persistent)
                 self._slots[spec.name] = Slot(spec.name, home, attribute, spec, spec.types)
                 if spec.persistent:
                     self._names[spec.name] = (spec.name, None)
@@ -228,7 +226,7 @@ class ParallelModule(nn.Module):
         for name, value in made.items():
             slot, device = self._slots[name], self._slots[name].value.device
             anew = value.is_meta and device.type != "meta"
-            setattr(slot.home, slot.attribute, _initial(slot.spec, device) if anew else value.to(device))
+            setattr(slot.home, slot.attribute, initial(slot.spec, device) if anew else value.to(device))
         return self
 
     def _parameter(self, full: Tensor, spec: ParamSpec) -> nn.Parameter:
@@ -259,7 +257,7 @@ class ParallelModule(nn.Module):
     def _check_same_values(self, source: nn.Module) -> None:
         """Collective: each rank cuts its part from its own copy, so the copies must be equal."""
         if self._mesh.world > 1:
-            require_same({name: t for name, t, _ in _tensors(source)}, self._mesh.world, "model")
+            require_same({name: t for name, t, _ in named_tensors(source)}, self._mesh.world, "model")
 
     def _accepted(self, program: Program) -> Program:
         """A program of this module: its mesh and its layouts are those of the parameters that exist."""
@@ -383,40 +381,6 @@ def bind_or_report(model: ParallelModule, args: tuple[Any, ...], kwargs: dict[st
     except MoecError as e:
         model._agree(Report("", problems=[str(e)]))
         raise
-
-
-def _tensors(source: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """(name, tensor, persistent) of every parameter and buffer under every name, in state-dict order."""
-    for prefix, module in source.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
-        for name, p in module._parameters.items():
-            if p is not None:
-                yield dot + name, p, True
-        for name, b in module._buffers.items():
-            if b is not None:
-                yield dot + name, b, name not in module._non_persistent_buffers_set
-
-
-def _initial(spec: ParamSpec, device: torch.device) -> Tensor:
-    """A buffer that a pass made."""
-    return torch.full(spec.shape, spec.initial or 0.0, dtype=spec.dtype, device=device)
-
-
-def _unused(name: str, tensor: Tensor, persistent: bool) -> ParamSpec:
-    """The spec of a tensor that the program never reads: replicated."""
-    buffer = not isinstance(tensor, nn.Parameter)
-    return ParamSpec("", name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, buffer, persistent)
-
-
-def _container(root: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module in which a dotted name lives, created on the way.  Not ``add_module``: a child of the user's may be
-    called like an attribute of ours."""
-    *path, attribute = name.split(".")
-    for step in path:
-        child = root._modules.get(step) or nn.Module()
-        root._modules[step] = child
-        root = child
-    return root, attribute
 
 
 def _same_layout(a: Types, b: Types, mesh: Mesh) -> bool:

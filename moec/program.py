@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 
 from moec.guards import size_problems, solve_sizes
 from moec.placement import Types, show
+from moec.router import Router
 from moec.runtime.collectives import is_start
 from moec.runtime.mesh import Mesh
 from moec.runtime.torch_compat import OpOverload, expr
@@ -182,6 +183,8 @@ class Program:
     """Rewrites that were looked at and declined, each with its reason."""
     own_plan: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """What the model says of its own layout (``moec.own_plan``): role -> pattern of names -> Hugging Face's style."""
+    router: Router | None = None
+    """What ``configure_router`` changed about the routers."""
     layout_reasons: dict[str, str] = field(default_factory=dict)
     """Parameter name -> who placed it and why."""
     repeats: tuple[Repeat, ...] = ()

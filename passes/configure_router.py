@@ -54,6 +54,7 @@ def _run(program: Program, plan: Plan) -> Program:
             raise MoecError("its router runs twice in one forward", where=path, way_out="a plan without router options")
         routes[path] = node
     _refuse_what_is_not_routed(program, routes)
+    program.router = plan.router
     configured = _Configure(program, plan, plan.router)
     for path, node in routes.items():
         try:

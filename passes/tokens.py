@@ -29,8 +29,8 @@ class Tokens:
         self.made: dict[str | None, fx.Node] = {}
 
     def valid(self, rows: fx.Node, wanted: str | None) -> fx.Node | None:
-        """bool [T]: False at padding.  ``wanted`` is the path of the mask; None: ``attention_mask``, if there is such an
-        input with one entry a token, else no token is padding (None)."""
+        """bool [T]: False at padding.  ``wanted`` is the path of the mask; None: ``attention_mask``, if there is such
+        an input with one entry a token, else no token is padding (None)."""
         spec = next((s for s in self.program.inputs.values() if s.path == (wanted or PADDING)), None)
         if spec is None or (spec.ndim != 2 and wanted is None):
             if wanted is None:
