@@ -77,7 +77,8 @@ class Plan:
     """How tokens reach the ranks of their experts, where ep is above 1: ``alltoall`` (a row for every pair),
     ``allgather`` (all tokens to all ranks), ``dedup`` (a token once to each rank), ``hierarchical`` (once to each node,
     then once to each rank inside it), ``static`` (of a router with a capacity: as many slots for each expert as its
-    capacity allows, used or not, so that no size depends on the routing).  ``auto``: ``alltoall``."""
+    capacity allows, used or not, so that no size depends on the routing).  ``auto``: ``static`` where
+    ``router`` gives each dp rank a capacity (``level="dp_shard"``), else ``alltoall``."""
     ranks_per_node: int | None = None
     """Neighbouring ranks that make a node; ``hierarchical`` needs it."""
     layout: Literal["auto", "hf"] | Mapping[str, str] = "auto"

@@ -33,10 +33,17 @@ DISPATCHERS: dict[str, type[Dispatcher]] = {
 
 
 def chosen(plan: Plan) -> type[Dispatcher]:
-    """The dispatcher that a plan names; without expert parallelism nothing is dispatched, whatever it says."""
+    """The dispatcher that a plan names; without expert parallelism nothing is dispatched, whatever it says.
+
+    ``auto`` is ``static`` where each dp rank has a capacity of its own, else ``alltoall``: a capacity of the global
+    batch would take many times the slots that are used.
+    """
     if plan.ep == 1:
         return Local
-    return DISPATCHERS["alltoall" if plan.dispatch == "auto" else plan.dispatch]
+    if plan.dispatch != "auto":
+        return DISPATCHERS[plan.dispatch]
+    per_rank = plan.router is not None and plan.router.capacity_factor is not None and plan.router.level == "dp_shard"
+    return Static if per_rank else AllToAll
 
 
 __all__ = ["DISPATCHERS", "Dispatcher", "chosen"]

@@ -15,6 +15,7 @@ are dropped by the router, which counts them.
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from moec.passes.shard.dispatch.base import Nodes, moec_ops, rows_types
@@ -27,7 +28,7 @@ from moec.runtime.torch_compat import resized
 
 class Static(Local):
     def dispatch_preprocess(self, x: fx.Node, ids: fx.Node) -> Nodes:
-        drop = self._drop()
+        drop = self._drop(ids)
         spec = RouteSpec.parse(drop.args[2])
         self.ctx.program.facts.add(EQUAL_LENGTHS)  # equal splits are those of equal numbers of tokens
         tokens = self.ctx.local_dim(drop.args[0], 0)
@@ -63,14 +64,19 @@ class Static(Local):
     def _moved(self, op, rows: fx.Node, *args) -> fx.Node:
         return self.call(op, (rows, *args), rows.meta["val"], rows.meta["types"], rows.meta["grad"])
 
-    def _drop(self) -> fx.Node:
-        """The node that has dropped the pairs beyond this block's capacity."""
-        calls = (n for n in self.ctx.graph.nodes if n.op == "call_function" and op_name(n) == "moec.drop")
-        found = [n for n in calls if n.meta.get("where", "") == self.where]
-        if not found:
-            raise MoecError(
-                "dispatch='static' needs a capacity, and no router of this block has one that moec knows of",
-                where=self.where,
-                way_out="Plan.router with a capacity_factor, or another dispatch",
-            )
-        return found[-1]
+    def _drop(self, ids: fx.Node) -> fx.Node:
+        """The node that has dropped the pairs beyond the capacity: ids come straight from there."""
+        node = ids
+        while node.op == "call_function" and op_name(node) != "moec.drop":
+            values = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), (torch.Tensor, tuple))]
+            if len(values) != 1:
+                break
+            node = values[0]
+        else:
+            if node.op == "call_function" and RouteSpec.parse(node.args[2]).capacity_factor is not None:
+                return node
+        raise MoecError(
+            "dispatch='static' needs a capacity, and no router of this block has one that moec knows of",
+            where=self.where,
+            way_out="Plan.router with a capacity_factor, or another dispatch",
+        )
