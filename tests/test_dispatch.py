@@ -342,7 +342,8 @@ UNSEEN = ("ids rolled", "weights rolled", "row numbers rolled", "inverse flipped
 def test_every_mistake_is_caught(name: str) -> None:
     """By the numbers; of those in collectives, by the second witness too."""
     shape = Shape(12, biased=True)
-    truth = oracle(small_model(shape, 3, 2.0), Batch(2, 9, 1, 2))
+    # Enough tokens that ranks do not happen to send each other as many.
+    truth = oracle(small_model(shape, 3, 2.0), Batch(2, 17, 1, 2))
     program = stages(name, (2, 2, 4, 1))["shard"]
     assert off(truth.compare("shard", program)) < 1e-13
     witness(program)

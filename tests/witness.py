@@ -9,8 +9,9 @@ The graph runs for rank 0 on small tensors of zeros, with peers that hold the sa
 
 Two things are expressed in other words than moec's:
 
-* Ragged rows (``V``) are ``S(0)``.  *Whose* rows they are is an axis of its own, ``owner``: expert weights are sharded
-  on it, everything else is invariant; the exchange takes rows from I to S(0) on it and back.  A grouped GEMM whose
+* Ragged rows (``V``) are ``S(0)``.  *Whose* rows they are is two axes of their own, the ``OWNERS`` (nodes, and ranks
+  inside a node): expert weights are sharded on them, everything else is invariant; the exchange takes rows from I to
+  S(0) on them and back.  A grouped GEMM whose
   rows were not dispatched, or a combine whose rows did not return, is ill typed.
 * The library has no packed shard (``S(dim, parts=2)``): it is S(dim), and a split of such a dim in its parts, which
   DTensor would gather, is typed there (``PACKED``).
@@ -29,7 +30,7 @@ from spmd_types import rules
 from spmd_types.checker import typecheck
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
-from witness_rules import CONVERSIONS, LACKING, LOCAL, MOEC, OWNER, PACKED, Axis, derived, spec_of
+from witness_rules import CONVERSIONS, LACKING, LOCAL, MOEC, OWNERS, PACKED, Axis, derived, spec_of
 
 from moec.placement import Type, Types
 from moec.program import Program, op_name
@@ -84,8 +85,8 @@ class Witness:
         return rules.einsum(equation, *fixed, linear_in=linear_in)
 
     def by_expert(self, x_NK: Any) -> rules.NdimWithSpmdType:
-        """Rows [N, K] as [E, N, K]: over ep (and owner) they are dealt by expert, over edp by token."""
-        ep = {self.axes[a] for a in self.mesh.role("ep")} | {self.axes[OWNER]}
+        """Rows [N, K] as [E, N, K]: over ep (and owners) they are dealt by expert, over edp by token."""
+        ep = {self.axes[a] for a in (*self.mesh.role("ep"), *OWNERS)}
         rows, *rest = self.dims(x_NK)
         return self.made(x_NK, [[a for a in rows if a in ep], [a for a in rows if a not in ep], *rest])
 
@@ -95,11 +96,11 @@ class Witness:
         return self.made(x_ENK, [sorted(experts + tokens, key=order.index), *rest])
 
     def replicated(self, x: Any, axes: list[Axis]) -> Any:
-        """``x`` whose copies do different work by ``owner`` from here on; on ep its recorded type says so already."""
-        owner = self.axes[OWNER]
-        if owner not in axes or not x.requires_grad:
-            return x
-        return rules.convert(x, owner, src=spmd.get_axis_local_type(x, owner), dst=spmd.R)
+        """``x`` whose copies do different work by owner from here on; on ep its recorded type says so already."""
+        for owner in [self.axes[o] for o in OWNERS] if x.requires_grad else []:
+            if owner in axes:
+                x = rules.convert(x, owner, src=spmd.get_axis_local_type(x, owner), dst=spmd.R)
+        return x
 
     def shifted(self, x: Any) -> rules.NdimWithSpmdType:
         """With a whole dim in front."""
@@ -109,7 +110,7 @@ class Witness:
         """Counts must be those of the experts whose weights are here, and of the tokens that are here."""
         rules.ignore(counts_E)
         ep, edp = self.mesh.role("ep"), self.mesh.role("edp")
-        wanted = {**dict.fromkeys((*ep, OWNER), None), **dict.fromkeys(edp, ("P", -1))}
+        wanted = {**dict.fromkeys((*ep, *OWNERS), None), **dict.fromkeys(edp, ("P", -1))}
         for a, want in wanted.items():
             have, want = derived(counts_E, self.axes[a]), want or derived(weight, self.axes[a])
             if have != want and not (have[0] in "IR" and want[0] in "IR"):
@@ -206,7 +207,8 @@ class Witness:
         return x
 
     def _owned(self, node: fx.Node, types: Types) -> dict:
-        return {self.axes[OWNER]: spmd.V if self._is_expert(node) else spmd.I if node.meta.get("grad") else spmd.R}
+        t = spmd.V if self._is_expert(node) else spmd.I if node.meta.get("grad") else spmd.R
+        return {self.axes[o]: t for o in OWNERS}
 
     def _is_expert(self, node: fx.Node) -> bool:
         spec = self.program.params.get(node.name)
@@ -219,7 +221,7 @@ class Witness:
             if t.kind in "SV":
                 dims[max(t.dim, 0)].append(self.axes[a])
         if self._is_expert(node):
-            dims[0].append(self.axes[OWNER])
+            dims[0] += [self.axes[o] for o in OWNERS]
         return spec_of(dims)
 
     def _outputs(self, node: fx.Node) -> None:
@@ -255,12 +257,12 @@ def witness(program: Program) -> Witness:
 
 
 def axes_of(mesh: Mesh) -> dict[str, Axis]:
-    """The library's axes: those of the mesh, and ``owner`` beyond them."""
+    """The library's axes: those of the mesh, and the owners beyond them."""
     out, stride = {}, 1
     for a in reversed(mesh.axes):
         out[a.name] = Axis.of(a.size, stride)
         stride *= a.size
-    return {**{n: out[n] for n in mesh.names}, OWNER: Axis.of(2, stride)}
+    return {**{n: out[n] for n in mesh.names}, **{o: Axis.of(2, stride * 2**i) for i, o in enumerate(OWNERS)}}
 
 
 def same(x: Tensor, kind: str, dim: int, t: Type) -> bool:

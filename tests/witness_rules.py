@@ -18,7 +18,8 @@ from torch import Tensor, fx
 from moec.runtime.collectives import Collective, group_of
 
 Axis = spmd.MeshAxis
-OWNER = "owner"
+OWNERS = ("owner_n", "owner")
+"""Whose rows they are: of which node, and of which rank inside it (see ``witness.py``)."""
 LOCAL = {"I": spmd.I, "R": spmd.R, "P": spmd.P, "S": spmd.V, "V": spmd.V}
 
 
@@ -79,59 +80,62 @@ def _counts(w, node: fx.Node, entry: Collective, counts_E: Tensor, size: int, gr
     typed: Any = counts_E
     for a in group.split(","):
         typed = rules.reduce_scatter(typed, w.axes[a], src=spmd.P, dst=spmd.S(0))
-    if _arrives(w, group):
-        typed = rules.convert(typed, w.axes[OWNER], src=spmd.get_axis_local_type(typed, w.axes[OWNER]), dst=spmd.S(0))
+    for owner in reached(w, group):
+        typed = rules.convert(typed, owner, src=spmd.get_axis_local_type(typed, owner), dst=spmd.S(0))
     rules.output(y_RE, w.shifted(typed))
     return y_RE
 
 
 def _exchange(w, node: fx.Node, entry: Collective, x_NH, send_R, recv_R, size, group) -> Tensor:
-    """Dispatch: home rows become rows of the experts that live here; combine: back.  What goes to a node first is at
-    home still: its experts are reached by the exchange inside the node."""
-    owner = w.axes[OWNER]
-    here, send, recv = (spmd.get_axis_local_type(t, owner) for t in (x_NH, send_R, recv_R))
+    """Dispatch: home rows become rows of the experts that live here; combine: back."""
     for a in group.split(","):
         for what, t in (("sent", send_R), ("received", recv_R)):
             if spmd.get_axis_local_type(t, w.axes[a]) is not spmd.P:
                 raise spmd.SpmdTypeError(f"rows {what} per rank are {spmd.get_local_type(t)}, no sums over {a}")
-        if derived(x_NH, w.axes[a]) != ("S", 0):
-            raise spmd.SpmdTypeError(
-                f"rows are {derived(x_NH, w.axes[a])} on {a}, and all the same cannot be exchanged"
-            )
-    if not _arrives(w, group) and spmd.P not in (here, send, recv):
-        typed: Any = w.einsum("nh->nh", x_NH, linear_in=(0,))
-    elif here in (spmd.I, spmd.R) and send is not spmd.P and recv is spmd.P:
-        typed = rules.convert(x_NH, owner, src=here, dst=spmd.S(0))
-    elif here is spmd.V and send is spmd.P and recv is not spmd.P:
-        typed = rules.all_gather(x_NH, owner, src=spmd.S(0), dst=spmd.I)
-    else:
-        raise spmd.SpmdTypeError(f"rows are {here} by owner, but {send} are sent and {recv} received")
+    typed = _moved_rows(w, x_NH, group)
+    out = all(spmd.get_axis_local_type(x_NH, o) is not spmd.V for o in reached(w, group))
+    for owner in reached(w, group):
+        sent, received = (spmd.get_axis_local_type(t, owner) is spmd.P for t in (send_R, recv_R))
+        if (sent, received) != (not out, out):
+            raise spmd.SpmdTypeError(f"rows go {'out' if out else 'back'}, but {send_R} are sent and {recv_R} received")
     with spmd.no_typecheck():
         y = x_NH.new_zeros((int(recv_R.sum()), *x_NH.shape[1:])) + 0 * x_NH.sum()
     rules.output(y, typed)
     return y
 
 
-def _arrives(w, group: str) -> bool:
-    """Does an exchange over ``group`` reach experts, rather than their node?"""
-    return w.mesh.role("ep")[-1] in group.split(",")
-
-
 def _equal(w, node: fx.Node, entry: Collective, x_NH, size, group) -> Tensor:
-    """As many rows to every rank: out where they are at home, back where they are not."""
-    owner = w.axes[OWNER]
-    for a in group.split(","):
-        if derived(x_NH, w.axes[a]) != ("S", 0):
-            raise spmd.SpmdTypeError(f"rows are {derived(x_NH, w.axes[a])} on {a}: all the same cannot be exchanged")
-    here = spmd.get_axis_local_type(x_NH, owner)
-    if here in (spmd.I, spmd.R):
-        typed = rules.convert(x_NH, owner, src=here, dst=spmd.S(0))
-    else:
-        typed = rules.all_gather(x_NH, owner, src=spmd.S(0), dst=spmd.I)
+    """As many rows to every rank."""
+    typed = _moved_rows(w, x_NH, group)
     with spmd.no_typecheck():
         y = x_NH.clone()
     rules.output(y, typed)
     return y
+
+
+def _moved_rows(w, x_NH, group: str) -> Any:
+    """Out where rows are at home, back where they are not."""
+    for a in group.split(","):
+        if derived(x_NH, w.axes[a]) != ("S", 0):
+            raise spmd.SpmdTypeError(f"rows are {derived(x_NH, w.axes[a])} on {a}: all the same cannot be exchanged")
+    typed: Any = x_NH
+    here = [spmd.get_axis_local_type(x_NH, o) for o in reached(w, group)]
+    if all(t in (spmd.I, spmd.R) for t in here):
+        for owner, t in zip(reached(w, group), here, strict=True):
+            typed = rules.convert(typed, owner, src=t, dst=spmd.S(0))
+    elif all(t is spmd.V for t in here):
+        for owner in reversed(reached(w, group)):
+            typed = rules.all_gather(typed, owner, src=spmd.S(0), dst=spmd.I)
+    else:
+        raise spmd.SpmdTypeError(f"rows are {here} by owner: neither at home nor where their experts live")
+    return typed
+
+
+def reached(w, group: str) -> list[Axis]:
+    """The owners that an exchange over ``group`` reaches: nodes over the major axes of ep, ranks in them over the
+    minor ones."""
+    ep, axes = w.mesh.role("ep"), group.split(",")
+    return [w.axes[o] for o, a in zip(OWNERS, (ep[0], ep[-1]), strict=True) if a in axes]
 
 
 CONVERSIONS: dict[str, Callable] = {
@@ -157,7 +161,9 @@ def _unpermute(w, node, rows_NH, weights_TK, row_of_TK):
     rows_TKH = w.made(rows_NH, [[a for a in rows if a not in choices], [a for a in rows if a in choices], rest])
     weights_TK = w.replicated(weights_TK, choices)
     y = w.einsum("tkh,t_,tk->th", rows_TKH, weights_TK, row_of_TK, linear_in=(0,))
-    return rules.all_reduce(y, w.axes[OWNER], src=spmd.P, dst=spmd.I)
+    for owner in OWNERS:
+        y = rules.all_reduce(y, w.axes[owner], src=spmd.P, dst=spmd.I)
+    return y
 
 
 def _permute_kept(w, node, x_TH, ids_TK, num_experts):
@@ -173,7 +179,7 @@ def _permute_kept(w, node, x_TH, ids_TK, num_experts):
 
 def _own_counts(w, x, cut: list[Axis]):
     """Counts of rows that ``cut`` cuts: over ep each rank has those of its own experts, over others addends."""
-    ours = {w.axes[a] for a in (*w.mesh.role("ep"), OWNER)}
+    ours = {w.axes[a] for a in (*w.mesh.role("ep"), *OWNERS)}
     counts, local = rules.NdimWithSpmdType(1), dict(spmd.get_local_type(x))
     local |= {a: spmd.P for a in cut if a not in ours}
     spmd.assert_type(counts, local, partition_spec=spec_of([[a for a in cut if a in ours]]))
@@ -194,7 +200,7 @@ def _own_ids(w, node, ids_TK, numbers_N):
     rules.ignore(numbers_N)
     typed: Any = w.einsum("tk->tk", ids_TK)
     shared = [a for a in w.dims(numbers_N)[0] if derived(ids_TK, a)[0] in "IR"]
-    for a in [*shared, w.axes[OWNER]] if shared else []:
+    for a in [*shared, *(w.axes[o] for o in OWNERS)] if shared else []:
         typed = rules.convert(typed, a, src=spmd.get_axis_local_type(typed, a), dst=spmd.S(1))
     return typed
 
@@ -222,7 +228,7 @@ def _grouped_add(w, node, x_NM, bias_EM, counts_E):
 
 
 def _sort_chunks(w, node, x_NH, counts_RE, inverse):
-    if derived(x_NH, w.axes[OWNER]) != ("S", 0) or derived(counts_RE, w.axes[OWNER]) != ("S", 1):
+    if any(derived(x_NH, w.axes[o]) != ("S", 0) or derived(counts_RE, w.axes[o]) != ("S", 1) for o in OWNERS):
         raise spmd.SpmdTypeError("only rows of the experts that live here can be sorted by their counts")
     rules.ignore(counts_RE)
     return w.einsum("nh->nh", x_NH, linear_in=(0,))
