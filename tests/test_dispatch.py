@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import operator
+from dataclasses import replace
+
 import pytest
 import torch
 from dispatch_block import Data, H, compiled, dense, run, run_real, whole
@@ -18,10 +21,14 @@ from torch import Tensor
 from witness import WitnessError, witness
 
 import moec
-from moec.compiler import joint_graphs
+from moec import simulate
+from moec.compiler import PIPELINE, joint_graphs
 from moec.hf import build as hf
+from moec.passes import manager
+from moec.passes.rewrite import new
 from moec.plan import DISPATCHERS, Plan
-from moec.program import EQUAL_LENGTHS
+from moec.program import EQUAL_LENGTHS, Program
+from moec.promote import promote_program
 from moec.runtime.errors import MoecError
 from moec.runtime.ops.slots import slots_of
 from moec.runtime.route_spec import RouteSpec
@@ -40,6 +47,11 @@ SIZES_AND_DEGREES = [
     ((8, 1), (8, 1, 4, 1, 2)),
     ((8, 8), (1, 8, 8, 1, 4)),
     ((1, 1), (2, 1, 1, 1, None)),
+]
+BY_DAY = (0, 3, 6)
+CASES = [
+    pytest.param(*case, marks=() if i in BY_DAY else pytest.mark.nightly, id=str(case))
+    for i, case in enumerate(SIZES_AND_DEGREES)
 ]
 
 
@@ -70,7 +82,7 @@ def error(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
     return max(float((got[k] - want[k]).norm() / want[k].norm().clamp_min(1e-3)) for k in want)
 
 
-@pytest.mark.parametrize(("sizes", "degrees"), SIZES_AND_DEGREES, ids=str)
+@pytest.mark.parametrize(("sizes", "degrees"), CASES)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_dispatcher_is_one_hot_algebra(name: str, sizes, degrees) -> None:
     """Values and every gradient (tokens, weights, experts)."""
@@ -97,7 +109,7 @@ def spec_for(sizes: tuple[int, int], dp: int, fields: dict) -> RouteSpec:
     return RouteSpec(*sizes, **fields, shards=shards)
 
 
-@pytest.mark.parametrize(("sizes", "degrees"), SIZES_AND_DEGREES[:-1], ids=str)
+@pytest.mark.parametrize(("sizes", "degrees"), CASES[:-1])
 def test_static_is_one_hot_algebra_of_what_the_router_kept(sizes, degrees) -> None:
     """Capacities of every level below, at and above what tokens need; a capacity of nothing."""
 
@@ -247,13 +259,17 @@ def stages(name: str, degrees: tuple, **more) -> dict:
     return dict(compile_stages(captured(Shape(12, biased=True)), plan))
 
 
-MORE = [
-    {}, {"fsdp": True}, {"sequence_parallel": True},
-]  # fmt: skip
+MORE = ({}, {"fsdp": True}, {"sequence_parallel": True})
 
 
-@pytest.mark.parametrize("more", MORE, ids=str)
-@pytest.mark.parametrize("name", NAMES[1:])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        pytest.param(n, m, marks=() if not m or (n, i) in (("hierarchical", 1), ("dedup", 2)) else pytest.mark.nightly)
+        for n in NAMES[1:]
+        for i, m in enumerate(MORE)
+    ],
+)
 def test_a_model_after_every_pass(name: str, more: dict) -> None:
     """Biased experts, a shared expert, tp that does not divide the tokens (of the stream: that does)."""
     shape = Shape(12, biased=True)
@@ -262,6 +278,7 @@ def test_a_model_after_every_pass(name: str, more: dict) -> None:
         assert off(truth.compare(after, program)) < 1e-12, after
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("degrees", MODEL_PLANS[1:], ids=str)
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_a_model_under_other_plans(name: str, degrees: tuple) -> None:
@@ -270,7 +287,68 @@ def test_a_model_under_other_plans(name: str, degrees: tuple) -> None:
     assert off(truth.compare("lower", stages(name, degrees)["lower"])) < 1e-12
 
 
-@pytest.mark.parametrize("name", NAMES[1:])
+def with_capacity(program: Program, spec: RouteSpec) -> Program:
+    """The captured program with a drop behind the router of each block, as ``configure_router`` puts one."""
+    program = next(p for n, p in compile_stages(program, Plan(1, 1, 1, 1)) if n == "raise_moe").fork()
+    for permute in program.graph.find_nodes(op="call_function", target=torch.ops.moec.permute.default):
+        unpermute = next(
+            n for n in program.graph.find_nodes(op="call_function", target=torch.ops.moec.unpermute.default)
+            if n.meta["where"] == permute.meta["where"]
+        )  # fmt: skip
+        pair = unpermute.args[1], permute.args[1]
+        with program.graph.inserting_before(permute):
+            args = (torch.ops.moec.drop.default, (*pair, spec.text()))
+            dropped = new(permute, *args, tuple(n.meta["val"] for n in pair))
+            weights, ids = (new(permute, operator.getitem, (dropped, i), n.meta["val"]) for i, n in enumerate(pair))
+        permute.replace_input_with(pair[1], ids)
+        unpermute.replace_input_with(pair[0], weights)
+    program.graph.lint()
+    program.module.recompile()
+    return program
+
+
+@pytest.mark.parametrize(
+    ("fields", "more"),
+    [
+        pytest.param(f, m, marks=() if f and not m else pytest.mark.nightly)
+        for f in ({}, {"level": "dp_shard", "shards": 2})
+        for m in MORE
+    ],
+)
+def test_static_in_a_model(fields: dict, more: dict) -> None:
+    """Against the same program on one device: what a capacity drops changes what the model computes."""
+    shape = Shape(12, biased=True)
+    program = with_capacity(captured(shape), RouteSpec(12, 3, capacity_factor=0.7, **fields))
+    model, batch = small_model(shape, 3, 2.0).double(), Batch(2, 8 if "sequence_parallel" in more else 5, 1, 2)
+
+    def compiled_for(plan: Plan, world: int) -> Program:
+        start = replace(program.fork(), mesh=plan.mesh(world))
+        return manager.run(start, plan.resolve(world), [p for p in PIPELINE if p.contract.name not in DONE])
+
+    def values(program: Program) -> dict[str, Tensor]:
+        by_name = dict(model.named_parameters())
+        params = {ph: by_name[s.name] for ph, s in program.params.items()}
+        ids, labels = batch.tensors()
+        inputs = {ph: ids if s.path in ("ids", "0") else labels for ph, s in program.inputs.items()}
+        got = simulate.run(promote_program(program), params, inputs, {"loss": torch.ones((), dtype=torch.float64)})
+        assert got.disagreement < 1e-12
+        return got.outputs | {program.params[ph].name: g for ph, g in got.grads.items()}
+
+    one, many = compiled_for(Plan(1, 1, 1, 1), 1), compiled_for(Plan(2, 2, 4, dispatch="static", **more), 4)
+    assert "moec.slots" in many.op_counts() and "moec.slots" not in one.op_counts()
+    want, got = values(one), values(many)
+    dropless = values(dict(compile_stages(captured(shape), Plan(1, 1, 1, 1)))["lower"])
+    assert float((dropless["logits"] - want["logits"]).norm() / want["logits"].norm()) > 1e-3  # something was dropped
+    scale = max(float(g.norm()) for g in want.values())
+    for name, w in want.items():
+        assert float((got[name] - w).norm()) / max(float(w.norm()), 1e-2 * scale) < 1e-12, name
+    joint_graphs(many)
+
+
+DONE = ("normalize", "raise_moe")
+
+
+@pytest.mark.parametrize("name", ["allgather", "hierarchical"])
 def test_forward_and_backward_as_graphs(name: str) -> None:
     from test_joint import assert_collectives
 
@@ -281,14 +359,9 @@ def test_forward_and_backward_as_graphs(name: str) -> None:
 FAMILIES = ("mixtral", "deepseek_v3")
 
 
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        pytest.param(f, n, marks=() if (f, n) == ("mixtral", "dedup") else pytest.mark.nightly, id=f"{f}-{n}")
-        for f in FAMILIES
-        for n in NAMES
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_family(family: str, name: str) -> None:
     torch.manual_seed(0)
     model = hf(family, 1)
