@@ -31,6 +31,7 @@ from moec.passes.joint import JointGraphs, joint_graphs
 from moec.passes.lower import bind, group_keys, lower
 from moec.passes.normalize import normalize
 from moec.passes.raise_moe import raise_moe
+from moec.passes.raise_router import raise_router
 from moec.passes.redundant import redundant
 from moec.passes.shard import shard
 from moec.passes.shard.custom import sharding_rule
@@ -47,7 +48,7 @@ __all__ = [
 ]  # fmt: skip
 
 PIPELINE: tuple[Pass, ...] = (
-    normalize, raise_moe, configure_router, statistics, shard, redundant, bundle, fsdp, units, lower,
+    normalize, raise_moe, raise_router, configure_router, statistics, shard, redundant, bundle, fsdp, units, lower,
 )  # fmt: skip
 
 

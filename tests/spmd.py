@@ -129,14 +129,15 @@ class Model(nn.Module):
 
 def build(shape: Shape, seed: int = 0, skew: float = 1.0) -> Model:
     """Random weights of a scale at which every gradient matters; ``skew`` multiplies the routers, so that few experts
-    get most tokens and others none."""
+    get most tokens and others none.  0 leaves a router its bias, so that all tokens prefer the same experts, and a
+    trace of its weights: scores never tie, because of equal ones an untouched module takes any."""
     model = Model(shape)
     gen = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(torch.randn(p.shape, generator=gen) * 0.5 + (1.0 if "norm" in name else 0.0))
             if "router" in name:
-                p.mul_(skew)
+                p.mul_(skew or (1.0 if name.endswith("bias") else 1e-9))
     return model
 
 

@@ -52,13 +52,15 @@ def test_nothing_runs_before_the_schedule_is_known_to_hold() -> None:
 
 def test_the_pipeline_is_a_right_schedule() -> None:
     manager.validate_schedule({"captured"}, PIPELINE)
-    assert [p.name for p in PIPELINE] == ["normalize", "raise_moe", "shard", "redundant", "fsdp", "units", "lower"]
+    names = ["normalize", "raise_moe", "raise_router", "configure_router", "statistics", "shard", "redundant", "fsdp", "units", "lower"]
+    assert [p.name for p in PIPELINE] == names
     assert all(p.contract.preserves_values for p in PIPELINE)
 
 
 def test_facts_follow_the_contracts_and_observers_see_every_stage() -> None:
     stages = compile_stages(captured(Shape()), PLAN)
-    assert [n for n, _ in stages] == ["captured", "normalize", "raise_moe", "shard", "redundant", "lower"]
+    names = ["captured", "normalize", "raise_moe", "raise_router", "statistics", "shard", "redundant", "lower"]
+    assert [n for n, _ in stages] == names
     facts = [sorted(p.facts) for _, p in stages]
     assert facts[0] == ["captured"] and set(facts[-1]) >= {"captured", "normalized", "raised", "sharded", "lowered"}
     assert len({id(p.graph) for _, p in stages}) == len(stages), "each pass works on a fork"
@@ -90,23 +92,23 @@ def test_the_dump(tmp_path) -> None:
     program.why_not.append("layers.0.moe: not fused, because it is a test")
     manager.run(program, PLAN, PIPELINE, dump=tmp_path / "new" / "folder")
     files = dumped(tmp_path / "new" / "folder")
-    names = ["captured", "normalize", "raise_moe", "shard", "redundant", "lower"]
+    names = ["captured", "normalize", "raise_moe", "raise_router", "statistics", "shard", "redundant", "lower"]
     assert set(files) == {f"{i:02d}_{n}.txt" for i, n in enumerate(names)} | {
         f"{i:02d}_{n}.ops" for i, n in enumerate(names) if i
     } | {"why_not.txt"}
     assert files["why_not.txt"] == "layers.0.moe: not fused, because it is a test\n"
     # Readable: one line a node, with shape, types and module.
-    assert "# layers.0.attention.q\n" in files["03_shard.txt"]
-    assert "= moec.permute(" in files["03_shard.txt"] and "= moec.permute(" in files["00_captured.txt"]
-    assert "dp_ep:S(0) tp_etp:I" in files["03_shard.txt"] and "dp_ep:S(0)" not in files["01_normalize.txt"]
-    line = next(x for x in files["03_shard.txt"].splitlines() if "= layers.0.moe.gate_up" in x)
+    assert "# layers.0.attention.q\n" in files["05_shard.txt"]
+    assert "= moec.permute(" in files["05_shard.txt"] and "= moec.permute(" in files["00_captured.txt"]
+    assert "dp_ep:S(0) tp_etp:I" in files["05_shard.txt"] and "dp_ep:S(0)" not in files["01_normalize.txt"]
+    line = next(x for x in files["05_shard.txt"].splitlines() if "= layers.0.moe.gate_up" in x)
     assert "float32[6, 48, 12]" in line and "S(1,parts=2)" in line
     # The difference between neighbours, op by op.
-    assert "moec.all_to_all: 0 -> 2 (+2)\n" in files["03_shard.ops"]
+    assert "moec.all_to_all: 0 -> 2 (+2)\n" in files["05_shard.ops"]
     assert "aten.cross_entropy_loss" not in files["01_normalize.ops"]
     assert files["02_raise_moe.ops"] == "no op count changed\n"
-    before, after = (files[f"{n}.txt"] for n in ("02_raise_moe", "03_shard"))
-    for row in files["03_shard.ops"].splitlines():
+    before, after = (files[f"{n}.txt"] for n in ("04_statistics", "05_shard"))
+    for row in files["05_shard.ops"].splitlines():
         op, counts = row.split(": ")
         old, new = counts.split(" (")[0].split(" -> ")
         assert before.count(f"= {op}(") == int(old) and after.count(f"= {op}(") == int(new)
