@@ -20,6 +20,8 @@ from moec.passes import manager
 from moec.plan import Plan
 from moec.program import Program
 
+STAGES = ("captured", "normalize", "raise_moe", "raise_router", "statistics", "shard", "redundant", "bundle", "lower")
+"""What is observed of a plan without options."""
 HIDDEN, WIDTH, VOCAB = 12, 24, 19
 HEADS, HEAD_DIM = 12, 3
 

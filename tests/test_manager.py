@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from spmd import Shape, captured, compile_stages
+from spmd import STAGES, Shape, captured, compile_stages
 
 from moec.compiler import PIPELINE, compile_program
 from moec.passes import manager
@@ -52,14 +52,14 @@ def test_nothing_runs_before_the_schedule_is_known_to_hold() -> None:
 
 def test_the_pipeline_is_a_right_schedule() -> None:
     manager.validate_schedule({"captured"}, PIPELINE)
-    names = "normalize raise_moe raise_router configure_router statistics shard redundant fsdp units lower"
+    names = "normalize raise_moe raise_router configure_router statistics shard redundant bundle fsdp units lower"
     assert " ".join(p.name for p in PIPELINE) == names
     assert [p.name for p in PIPELINE if not p.contract.preserves_values] == ["configure_router"]
 
 
 def test_facts_follow_the_contracts_and_observers_see_every_stage() -> None:
     stages = compile_stages(captured(Shape()), PLAN)
-    names = ["captured", "normalize", "raise_moe", "raise_router", "statistics", "shard", "redundant", "lower"]
+    names = list(STAGES)
     assert [n for n, _ in stages] == names
     facts = [sorted(p.facts) for _, p in stages]
     assert facts[0] == ["captured"] and set(facts[-1]) >= {"captured", "normalized", "raised", "sharded", "lowered"}
@@ -92,7 +92,7 @@ def test_the_dump(tmp_path) -> None:
     program.why_not.append("layers.0.moe: not fused, because it is a test")
     manager.run(program, PLAN, PIPELINE, dump=tmp_path / "new" / "folder")
     files = dumped(tmp_path / "new" / "folder")
-    names = ["captured", "normalize", "raise_moe", "raise_router", "statistics", "shard", "redundant", "lower"]
+    names = list(STAGES)
     assert set(files) == {f"{i:02d}_{n}.txt" for i, n in enumerate(names)} | {
         f"{i:02d}_{n}.ops" for i, n in enumerate(names) if i
     } | {"why_not.txt"}

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from sabotage import mistakes
-from spmd import Shape, compiled
+from spmd import STAGES, Shape, compiled
 from torch import fx
 
 from moec.passes.verify import check_shapes, check_structure, check_types, verify
@@ -214,9 +214,7 @@ def test_damage_is_caught_by_its_checker(checker, damage, text) -> None:
     assert culprit.meta["where"] and culprit.meta["where"] in str(e.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["captured", "normalize", "raise_moe", "raise_router", "statistics", "shard", "redundant", "lower"]
-)
+@pytest.mark.parametrize("name", STAGES)
 @pytest.mark.parametrize("degrees", [PLAN, (1, 4, 1, 4), (4, 1, 2, 2)], ids=str)
 def test_right_programs_pass(name, degrees) -> None:
     verify(dict(compiled(SHAPE, degrees))[name])
