@@ -73,19 +73,28 @@ class Accounts:
         self.step = Account()
         """Training forwards of this optimizer step, until ``update_expert_bias``."""
         self._versions: tuple[int, ...] = ()
+        self._gradients = False
+        """Has a backward made gradients since the step began?"""
 
     def begin(self, parameters: Iterable[Tensor], running: Mapping[str, Tensor], training: bool) -> None:
-        """Before a forward.  A training forward after the ``parameters`` were changed begins a new optimizer step.
+        """Before a forward.  A training forward begins a new optimizer step if the ``parameters`` were changed since
+        the last, or if gradients were made and are gone: a foreach optimizer changes DTensors behind their version.
         ``running``: buffers that take what this step has summed so far, by the statistic's name."""
         if in_backward():  # recomputed: it meets what it met when it ran first
             return
+        parameters = tuple(parameters)
         versions = tuple(p._version for p in parameters)
-        if training and versions != self._versions:
+        gone = self._gradients and all(p.grad is None for p in parameters)
+        if training and (versions != self._versions or gone):
             self.step.clear()
-            self._versions = versions
+            self._versions, self._gradients = versions, False
         for name, buffer in running.items():
             since = self.step.sums.get(name)
             buffer.zero_() if since is None else buffer.copy_(since)
+
+    def backward(self, grad: Tensor) -> None:
+        """Hook of every output: a gradient has reached it."""
+        self._gradients = True
 
     def forward(self, program: Program, results: tuple[Tensor, ...], training: bool) -> None:
         if in_backward():  # recomputed: counted when it ran first

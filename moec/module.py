@@ -144,6 +144,9 @@ class ParallelModule(nn.Module):
         with resharding.hooks() if resharding is not None else nullcontext():
             results = program.module(*self._operands(program, tensors, resharding))
         self.accounts.forward(program, results, self.training)
+        for x in results:
+            if x.requires_grad:
+                x.register_hook(self.accounts.backward)
         leaves = [o.constant if o.index is None else self._leaf(o, results[o.index]) for o in program.outputs]
         return pytree.tree_unflatten(leaves, program.out_spec)
 

@@ -301,6 +301,25 @@ def test_global_counts_run_until_parameters_change():
     assert abs(seen[1] - seen[2]) > 1e-4
 
 
+def test_gradients_that_are_gone_begin_a_step():
+    """Two micro-batches before a backward are one step; an optimizer that no parameter's version shows is seen by
+    ``zero_grad``."""
+    router = Router(aux_loss={"global": 0.5})
+    source, program = model(SOFTMAX), stages(captured(SOFTMAX), moec.Plan(dp=1, router=router))["lower"]
+    built = moec.ParallelModule(source, program, None, lambda *_: program, (), batch())
+    losses = [built(**batch()) for _ in range(2)]
+    assert built.accounts.step.forwards == 2
+    for loss in losses:
+        loss.backward()
+    built(**batch())
+    assert built.accounts.step.forwards == 3
+    built.zero_grad()
+    built(**batch())
+    assert built.accounts.step.forwards == 1
+    built(**batch())
+    assert built.accounts.step.forwards == 2
+
+
 # -- refusals
 
 
