@@ -14,7 +14,8 @@ Rewrites
        parts written into an empty tensor become a ``cat``.
     3. An index by ``arange`` over the first dim is a batch dim, not a lookup: ``x[arange(B)[:, None], j]`` with j free
        of b becomes ``x[:, j]``, so that the batch can be sharded there.
-    4. A mean that runs over the batch becomes sum / count, the mean of a loss too: local sums and local counts add
+    4. A fused projection of different numbers of heads becomes one a part (``fused.py``).
+    5. A mean that runs over the batch becomes sum / count, the mean of a loss too: local sums and local counts add
        up over ranks, whatever each rank's share (ignored labels, other lengths) is.  What takes an entry at a label
        becomes ``moec.pick`` (``losses.py``).
 """
@@ -28,6 +29,7 @@ from torch import fx
 
 from moec.passes import losses
 from moec.passes.contract import Pass, PassContract
+from moec.passes.fused import split_projection
 from moec.passes.rewrite import fake as _fake
 from moec.passes.rewrite import new as _new
 from moec.passes.rewrite import replace as _replace
@@ -49,6 +51,9 @@ def _run(program: Program, plan: Plan) -> Program:
         if rewrite is not None:
             with graph.inserting_before(node):
                 rewrite(program, node)
+    for node in graph.find_nodes(op="call_function", target=aten.linear.default):  # now that views have one spelling
+        with graph.inserting_before(node):
+            split_projection(program, node)
     graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     graph.lint()
     program.module.recompile()

@@ -38,6 +38,7 @@ from moec.passes.shard.sequence import Sequence
 from moec.passes.shard.sizes import Sizes
 from moec.passes.shard.solve import Operand, solve
 from moec.passes.shard.vocab import Vocabulary
+from moec.passes.shard.weight import weight_of
 from moec.placement import I, P, R, S, Type, Types, V
 from moec.plan import Plan
 from moec.program import EQUAL_LENGTHS, Program, op_name
@@ -64,6 +65,8 @@ class Sharder:
         self.vocabulary = Vocabulary(self)
         self.vocabulary_size = 0
         self.created: dict[tuple[fx.Node, int], str] = {}
+        self.parts: dict[fx.Node, tuple[str, ...]] = {}
+        """Rows of whole parameters of which a rank uses its share -> the axes that share them."""
         self.token_counts: list[fx.Node] = []
         """Global counts of more than the batch (B·S): equal on all ranks only if their sequence lengths are."""
 
@@ -73,6 +76,7 @@ class Sharder:
         self.plan.validate(self.mesh.world, self.program, layout.limits)
         self.program.layout_reasons = {self.program.params[p].name: why for p, why in layout.reasons.items()}
         self.created, self.vocabulary_size = layout.created, layout.vocabulary
+        self.parts = {n: self.mesh.role(role) for n, (ph, role) in layout.parts.items() if ph in layout.at_use}
         self._place_inputs(layout)
         self._replicate_at_use(layout)
         self._split_row_biases()  # 2
@@ -160,6 +164,13 @@ class Sharder:
             for user in users:
                 user.replace_input_with(node, used)
 
+    def _cut(self, part: fx.Node) -> None:
+        users = list(part.users)
+        with self.graph.inserting_after(part):
+            mine = self.convert(part, {a: S(0) if a in self.parts[part] else t for a, t in part.meta["types"].items()})
+        for user in users:
+            user.replace_input_with(part, mine)
+
     def _split_row_biases(self) -> None:
         for node in list(self.graph.nodes):
             if (
@@ -169,7 +180,7 @@ class Sharder:
                 or node.args[2] is None
             ):
                 continue
-            w = layouts.weight_of(node, self.program)
+            w = weight_of(node, self.program)
             types = self.program.params[w.placeholder].types if w else {}
             if w is None or not any(t == S(w.dims[1]) for t in types.values()):
                 continue
@@ -188,6 +199,8 @@ class Sharder:
             parent = node.args[0]
             grad = parent.meta["grad"] and differentiable(node.meta["val"])
             self._note(node, val, parent.meta["types"][node.args[1]], grad)
+            if node in self.parts:
+                self._cut(node)
         elif name == "moec.permute":
             self.experts.permute(node)
         elif name == "moec.unpermute":

@@ -33,21 +33,10 @@ from torch import fx
 from moec.passes.shard.rule import is_getitem, operands, shape
 from moec.passes.shard.rules import is_creation, rule_for
 from moec.passes.shard.singles import split_parts
+from moec.passes.shard.weight import GEMMS, Weight, weight_of, whole_of
 from moec.placement import I, S, Type
 from moec.plan import Limit, Plan
 from moec.program import Program, op_name
-
-GEMMS = {"aten.linear": (0, 1), "moec.grouped_mm": (2, 1)}
-"""op -> (output dim, contraction dim) of its weight operand, which is operand 1."""
-
-
-@dataclass
-class Weight:
-    """A parameter seen through the transposes between it and the GEMM that uses it."""
-
-    placeholder: str
-    dims: tuple[int, ...]
-    """dims[i]: which dim of the parameter is dim i of the weight operand."""
 
 
 @dataclass
@@ -78,6 +67,8 @@ class Layout:
     at_use: set[str] = field(default_factory=set)
     """Weights that are stored whole and used by every rank for its own share only (key/value heads that are fewer than
     the ranks): replicated at their use, so that what comes of them is a pending sum."""
+    parts: dict[fx.Node, tuple[str, str]] = field(default_factory=dict)
+    """Rows of a fused projection that is stored whole -> it, and the role over which they are cut at their use."""
     columns: dict[str, Type] = field(default_factory=dict)
     """What column means of a weight or a vector, whether or not it is placed so: part by part, if it is packed."""
     vocabulary: int = 0
@@ -98,29 +89,6 @@ def infer(program: Program, plan: Plan) -> Layout:
     for t in tags:
         _column(program, t, out)
     return out
-
-
-def weight_of(node: fx.Node, program: Program) -> Weight | None:
-    """The parameter behind a GEMM's weight operand, None if it is computed."""
-    w = node.args[1]
-    dims = tuple(range(len(shape(w))))
-    while w.op == "call_function" and op_name(w) in ("aten.transpose", "aten.permute", "aten.t", "aten.detach"):
-        rank = len(dims)
-        if op_name(w) == "aten.permute":
-            order = [d % rank for d in w.args[1]]
-        else:
-            order = list(range(rank))
-            a, b = (
-                (0, 1)
-                if op_name(w) == "aten.t"
-                else (w.args[1] % rank, w.args[2] % rank)
-                if len(w.args) > 1
-                else (0, 0)
-            )
-            order[a], order[b] = order[b], order[a]
-        dims = tuple(order[d] for d in dims)
-        w = w.args[0]
-    return Weight(w.name, dims) if w.op == "placeholder" and w.name in program.params else None
 
 
 # -- step 1: flow
@@ -339,15 +307,13 @@ def _decide(program: Program, union: list[Tag], out: Layout) -> None:
         )
     for t in union:
         column = t.weight.dims[GEMMS[op_name(t.node)][0]]
-        _place(
-            out,
-            t.weight.placeholder,
-            role,
-            S(column, t.parts),
-            f"auto: column, ends at {t.ends[0].meta.get('where', '')}",
-        )
-        if op_name(t.node) == "aten.linear" and len(t.node.args) > 2 and t.node.args[2] is not None:
-            _place(out, t.node.args[2].name, role, S(0, t.parts), "auto: bias of a column weight")
+        if t.weight.part is not None:
+            _cut_at_use(t, role, out)
+        else:
+            why = f"auto: column, ends at {t.ends[0].meta.get('where', '')}"
+            _place(out, t.weight.placeholder, role, S(column, t.parts), why)
+            if op_name(t.node) == "aten.linear" and len(t.node.args) > 2 and t.node.args[2] is not None:
+                _place(out, t.node.args[2].name, role, S(0, t.parts), "auto: bias of a column weight")
         out.created.update(dict.fromkeys(t.created, role))
         for ph, dim in t.vectors:
             _place(out, ph.name, role, S(dim, t.parts), "auto: bias of a column weight")
@@ -361,6 +327,18 @@ def _decide(program: Program, union: list[Tag], out: Layout) -> None:
                 out.limits.append(
                     Limit(role, size, "heads or width", where, "a sharded dim of this size must be cut evenly")
                 )
+
+
+def _cut_at_use(t: Tag, role: str, out: Layout) -> None:
+    """A DTensor cannot say which rows of a fused projection are whose: it is whole, and each rank uses its rows."""
+    assert t.weight.part is not None
+    for part in (t.weight.part, *t.node.args[2:]):
+        whole = whole_of(part)
+        assert whole is not None
+        out.parts[part] = whole.name, role
+        out.at_use.add(whole.name)
+        where = t.node.meta.get("where", "")
+        out.reasons[whole.name] = f"auto: whole, each rank uses its heads of every part at {where}"
 
 
 def _too_few_heads(union: list[Tag], degree: int) -> list[Tag]:
@@ -383,6 +361,8 @@ def _place(out: Layout, placeholder: str, role: str, t: Type, why: str) -> None:
 
 
 def _column(program: Program, t: Tag, out: Layout) -> None:
+    if t.weight.part is not None:
+        return
     out.columns[t.weight.placeholder] = S(t.weight.dims[GEMMS[op_name(t.node)][0]], t.parts)
     if op_name(t.node) == "aten.linear" and len(t.node.args) > 2 and t.node.args[2] is not None:
         out.columns[t.node.args[2].name] = S(0, t.parts)

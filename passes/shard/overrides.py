@@ -20,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-from moec.passes.shard.layout import GEMMS, Layout, Weight, tables_of, weight_of
+from moec.passes.shard.layout import Layout, tables_of
+from moec.passes.shard.weight import GEMMS, Weight, weight_of
 from moec.placement import S, Type
 from moec.plan import Plan, matches
 from moec.program import ParamSpec, Program, op_name
