@@ -123,6 +123,7 @@ def main(scaling: bool, repeats: int) -> dict[str, Any]:
         "seconds": wall, "cpu_seconds": cpu, "peak_gb": peak, "layers": LAYERS, "ranks": RANKS,
         "plan": PLAN.to_dict(), "stages": {n: {"seconds": w, "cpu_seconds": c} for n, (w, c) in stages.items()},
         "nodes": {"program": len(program.graph.nodes), "forward": forward, "backward": backward},
+        "routers": program.op_counts()["moec.route"],
         "pieces": {"all": graphs.pieces, "distinct": graphs.distinct},
         "communication": [
             dict(zip(("phase", "collective", "where", "ranks", "count", "bytes"), row, strict=True)) for row in table
