@@ -10,6 +10,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from deep_models import Deep
+from deep_models import batch as deep_batch
 from dispatch_block import Data, H, compiled, dense, run, run_real, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -355,6 +357,18 @@ def test_forward_and_backward_as_graphs(name: str) -> None:
 
     program = stages(name, (2, 2, 4, 1))["lower"]
     assert_collectives(program, joint_graphs(program))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_layers_stay_equal(name: str) -> None:
+    """Three of six layers are compiled and copied, and differentiated once."""
+    model, batch = Deep(layers=6).double(), deep_batch()
+    plan = Plan(dp=2, tp=2, ep=4, dispatch=name, ranks_per_node=2)
+    program = moec.compile_program(model, plan, 4, batch, {}, training=True)
+    assert not program.why_not
+    graphs = joint_graphs(program)
+    assert (graphs.pieces, graphs.distinct) == (7, 3)
 
 
 FAMILIES = ("mixtral", "deepseek_v3")
