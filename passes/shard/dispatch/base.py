@@ -14,7 +14,8 @@ Before the first stage tokens have been dealt (``experts.py``): over ep and edp 
 * on an exchange that does not move a row for each pair, ``meta["moves"]``: the recorded number of tokens, and how many
   rows each is expected to move under uniform routing, for ``explain``.
 
-Only ``token_dispatch`` and ``token_combine`` communicate rows, so that passes can schedule the others around them.
+Only ``token_dispatch`` and ``token_combine`` communicate activations, so that passes can schedule the others around
+them.  (Weights may follow their tokens in ``combine_preprocess``: the graph may compute them after the permute.)
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ are dropped by the router, which counts them.
 
 1. Slots by (expert, token), equal all-to-all over ep, chunks from (rank, expert) to (expert, rank).
 2. Experts see all slots; those that nobody uses are zeros, no pair reads what becomes of them, and so nothing but zero
-   gradients comes from there.
+   gradients comes from there: an expert's body must be finite, with its derivative, at a row of zeros.
 3. Back the same way, weighted sum at home.
 """
 
