@@ -31,6 +31,7 @@ from moec.passes.rewrite import new
 from moec.plan import DISPATCHERS, Plan
 from moec.program import EQUAL_LENGTHS, Program
 from moec.promote import promote_program
+from moec.router import Router
 from moec.runtime.errors import MoecError
 from moec.runtime.ops.slots import slots_of
 from moec.runtime.route_spec import RouteSpec
@@ -376,11 +377,13 @@ FAMILIES = ("mixtral", "deepseek_v3")
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "static"])
 def test_family(family: str, name: str) -> None:
     torch.manual_seed(0)
     model = hf(family, 1)
-    report = moec.check(model, Plan(dp=2, tp=2, ep=4, dispatch=name, ranks_per_node=2), world_size=4)
+    router = Router(capacity_factor=1.0, level="dp_shard") if name == "static" else None
+    plan = Plan(dp=2, tp=2, ep=4, dispatch=name, ranks_per_node=2, router=router)
+    report = moec.check(model, plan, world_size=4)
     assert report.ok, str(report)
 
 
