@@ -1,7 +1,7 @@
 """parallelize: the pipeline on one screen.
 
-capture → normalize → raise_moe → raise_router → statistics → shard → redundant → bundle → fsdp (where asked for)
-→ lower → expand (where layers are equal) → bind to process groups → ParallelModule
+capture → normalize → raise_moe → raise_router → configure_router (where asked for) → statistics → shard → redundant
+→ bundle → fsdp (where asked for) → lower → expand (where layers are equal) → bind to process groups → ParallelModule
 """
 
 from __future__ import annotations
