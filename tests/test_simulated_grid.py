@@ -112,15 +112,15 @@ def test_expert_counts_are_those_of_the_global_batch() -> None:
     from moec import simulate
     from moec.promote import promote_program
 
-    shape, batch = Shape(12), Batch(1, 2, 0)
+    shape, batch = Shape(12, biased=True), Batch(1, 2, 0)
     program = promote_program(compiled(shape, (1, 4, 4, 1))[-1][1])
-    truth = oracle(build(shape, 0, 0.0), batch)  # a router of zeros: every token goes to the same three experts
+    truth = oracle(build(shape, 0, 0.0), batch)  # its bias alone: every token takes the same three experts
     ids, labels = batch.tensors()
     params = {ph: truth.tensors[s.name].detach() for ph, s in program.params.items()}
     inputs = {ph: ids if s.path in ("ids", "0") else labels for ph, s in program.inputs.items()}
     got = simulate.run(program, params, inputs, {})
     (tally,) = got.statistics.values()
-    counts, (dropped, tokens) = tally[: shape.experts], tally[shape.experts :]
+    counts, (dropped, tokens) = tally[: shape.experts], tally[shape.experts : shape.experts + 2]
     assert (dropped, tokens) == (0, 2)
     assert counts.sum() == 2 * shape.k
     assert sorted(counts.tolist())[-3:] == [2, 2, 2]
