@@ -49,6 +49,7 @@ def test_independent_sums_are_one(large) -> None:
     assert report.ok, report
 
 
+@pytest.mark.nightly
 def test_the_balancing_loss_of_all_layers_costs_two() -> None:
     """Mixtral's: probabilities and counts of each of two layers."""
     pytest.importorskip("transformers")

@@ -46,7 +46,7 @@ def batch(b, s):
     return {"input_ids": ids, "labels": labels}
 
 
-@pytest.mark.parametrize("make", [mixtral, qwen3_moe])
+@pytest.mark.parametrize("make", [pytest.param(mixtral, marks=pytest.mark.nightly), qwen3_moe])
 def test_loss_logits_and_gradients_at_other_sizes(make):
     model = make()
     model.config._experts_implementation = "eager"

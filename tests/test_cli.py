@@ -127,6 +127,7 @@ def test_explain(files, capsys):
     assert "all_to_all" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_hugging_face_architecture_as_a_command():
     command = [sys.executable, "-m", "moec.cli", "check", "--hf", "mixtral", "--layers", "1", "--world", "4"]
     done = subprocess.run(

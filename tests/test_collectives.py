@@ -76,6 +76,7 @@ def _opcheck_kinds(rank: int, group: str) -> None:
     torch.library.opcheck(moec_ops.exchange_counts.default, (torch.arange(8) + rank, 2, group))
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(180)
 def test_opcheck_on_real_processes(gloo4):
     gloo4.run(_opcheck_all, timeout=150)

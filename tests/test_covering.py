@@ -3,7 +3,7 @@ simulated ranks: outputs and every gradient exact in float64 along three optimiz
 plan that works.
 
 One capture and three oracles (the untouched model after no, one and two steps of AdamW, each with another batch) serve
-all plans of a model.  By default five models meet one plan each (another one each, from the set of 4 ranks) before any
+all plans of a model.  By default two models meet one plan each (another one each, from the set of 4 ranks) before any
 step; the whole product runs nightly.
 """
 
@@ -72,7 +72,7 @@ def prove(family: str, plan: Plan, steps: int) -> str:
     return "exact"
 
 
-BY_DAY = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "glm4_moe")
+BY_DAY = ("deepseek_v3", "gpt_oss")
 
 
 @pytest.mark.parametrize(

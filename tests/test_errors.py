@@ -102,9 +102,15 @@ def compiled(rank, world, name, degrees, only=None):
         ("plain", {"ep": 8}, ["ep*etp = 8*1 = 8 does not divide the 4 ranks"]),
         ("3 heads", {"tp": 2}, ["layers.0.attention", "tp=2 does not divide the 3 heads", "nearest degrees that work"]),
         ("6 experts", {"ep": 4}, ["layers.0.moe", "ep=4 does not divide the 6 experts"]),
-        ("width 18", {"tp": 4}, ["layers.0.moe", "etp=4 does not divide the 18 heads or width"]),
+        pytest.param(
+            "width 18", {"tp": 4}, ["layers.0.moe", "etp=4 does not divide the 18 heads or width"],
+            marks=pytest.mark.nightly,
+        ),
         ("cdist", {"tp": 2}, ["no sharding rule for aten", "cdist", "declare its dims, say moec.sharding_rule("]),
-        ("renorm", {"dp": 4}, ["no sharding rule for aten", "renorm", "declare its dims, say moec.sharding_rule("]),
+        pytest.param(
+            "renorm", {"dp": 4}, ["no sharding rule for aten", "renorm", "declare its dims, say moec.sharding_rule("],
+            marks=pytest.mark.nightly,
+        ),
         (
             "dropout",
             {"dp": 4},

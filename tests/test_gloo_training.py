@@ -161,7 +161,7 @@ def trains(rank, world, kind, change, degrees):
     return len(list(model.parameters())), len({id(p) for p in net.parameters()})
 
 
-@pytest.mark.parametrize("change", [frozen, adapted, tied])
+@pytest.mark.parametrize("change", [adapted, *(pytest.param(c, marks=pytest.mark.nightly) for c in (frozen, tied))])
 def test_partly_trained(gloo4, change):
     gloo4.run(trains, "plain", change, {"dp": 2, "tp": 2, "ep": 2, "etp": 2}, timeout=280)
 

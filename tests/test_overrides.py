@@ -141,6 +141,7 @@ def test_a_model_without_a_plan_of_its_own_is_refused() -> None:
     assert "auto" in e.value.way_out
 
 
+@pytest.mark.nightly
 def test_experts_are_cut_over_etp_as_the_own_plan_says() -> None:
     """With tp alone (and so etp) its tensor-parallel part speaks of experts, with ep its expert part."""
     pytest.importorskip("transformers")

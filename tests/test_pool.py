@@ -65,6 +65,7 @@ def test_moec_errors_arrive_whole_on_all_ranks(gloo4):
     assert gloo4.run(_raise, ()) == [0, 1, 2, 3]
 
 
+@pytest.mark.nightly
 def test_run_raising_wants_every_rank(gloo4):
     with pytest.raises(ExceptionGroup, match=r"ranks \[0, 3\] did not raise"):
         gloo4.run_raising(_raise, (1, 2))
@@ -72,6 +73,7 @@ def test_run_raising_wants_every_rank(gloo4):
         gloo4.run_raising(_raise_unpicklable)
 
 
+@pytest.mark.nightly
 def test_an_exception_on_one_rank_while_others_wait(gloo4, monkeypatch):
     monkeypatch.setattr(pool_module, "GRACE", 1.0)
     with pytest.raises(PoolHang) as caught:

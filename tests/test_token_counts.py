@@ -21,7 +21,7 @@ def labelled(**more):
     return {"input_ids": ids, "labels": labels, **more}
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_the_models_own_balancing_loss_is_that_of_the_global_batch(padded):
     torch.manual_seed(0)
     mask = torch.ones(4, 9, dtype=torch.int64)
@@ -33,6 +33,7 @@ def test_the_models_own_balancing_loss_is_that_of_the_global_batch(padded):
     assert any("aux_loss" in path for path in report.passes[-1].outputs)
 
 
+@pytest.mark.nightly
 def test_only_a_program_that_uses_the_token_count_ties_lengths_together():
     torch.manual_seed(0)
     model, plan = build("mixtral", 1), moec.Plan(dp=2)

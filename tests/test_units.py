@@ -108,6 +108,7 @@ def test_closed_form() -> None:
     assert len(uses) == 2 * 4 + 2
 
 
+@pytest.mark.nightly
 def test_equal_layers_have_equal_units() -> None:
     """Layers that are compiled a few times and copied stay so."""
     ids, labels = Batch(4, 3, 1, 4).tensors()

@@ -77,6 +77,7 @@ def trains(rank, world, folder):
         model(**mine | {"num_items_in_batch": 7 + model.dp_rank})
 
 
+@pytest.mark.nightly
 def test_trains_like_one_device(gloo4):
     with tempfile.TemporaryDirectory() as folder:
         gloo4.run(trains, folder, timeout=280)

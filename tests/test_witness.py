@@ -67,6 +67,7 @@ def sharded(family: str, plan: tuple[int, int, int, int], layers: int) -> Progra
     return found["shard"]
 
 
+@pytest.mark.nightly
 def test_family() -> None:
     """Biased experts, sinks, interleaved gate and up, a vocabulary in parts."""
     witness(sharded("gpt_oss", BY_DEFAULT["gpt_oss"], layers=1))
