@@ -36,17 +36,18 @@ def tally(
     for name, x in (("kept", kept_TK), ("logits", logits_TE), ("valid", valid_T)):
         if x is not None and x.shape[0] != T:
             raise MoecError(f"{name} has {x.shape[0]} tokens, chosen has {T}", where="moec::tally")
-    valid_T = chosen_TK.new_ones(T, dtype=torch.bool) if valid_T is None else valid_T
-    out = torch.zeros(E + 2 + (logits_TE is not None), dtype=torch.float64, device=chosen_TK.device)
-    # Pairs without an expert count as of an expert E.
-    chosen_N = torch.where(chosen_TK < 0, E, chosen_TK)[valid_T].reshape(-1)
-    out[:E] = torch.bincount(chosen_N, minlength=E + 1)[:E]
     gone_TK = chosen_TK < 0 if kept_TK is None else (chosen_TK >= 0) & (kept_TK < 0)
-    out[E] = gone_TK[valid_T].sum()
-    out[E + 1] = valid_T.sum()
+    # Pairs without an expert count as of an expert E.  Nothing here asks a GPU for a size, as bincount would.
+    of_TK = torch.where(chosen_TK < 0, E, chosen_TK)
+    if valid_T is not None:
+        of_TK, gone_TK = of_TK.masked_fill(~valid_T[:, None], E), gone_TK & valid_T[:, None]
+    out = torch.zeros(E + 2 + (logits_TE is not None), dtype=torch.float64, device=chosen_TK.device)
+    out[: E + 1].scatter_add_(0, of_TK.reshape(-1), torch.ones_like(of_TK, dtype=torch.float64).reshape(-1))
+    out[E] = gone_TK.sum()
+    out[E + 1] = T if valid_T is None else valid_T.sum()
     if logits_TE is not None:
-        p_TE = probabilities(logits_TE[valid_T].double(), score)
-        out[E + 2] = torch.special.entr(p_TE).sum()
+        entropy_T = torch.special.entr(probabilities(logits_TE.double(), score)).sum(1)
+        out[E + 2] = (entropy_T if valid_T is None else entropy_T.masked_fill(~valid_T, 0)).sum()
     return out
 
 
