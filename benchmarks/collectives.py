@@ -17,6 +17,7 @@ The last line with ``--json`` is one object: ``{"setup": …, "models": {model: 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import os
@@ -148,7 +149,16 @@ def furthest(got: dict[str, Tensor | None], want: dict[str, Tensor]) -> tuple[fl
 
 
 def run_rank(a: argparse.Namespace) -> None:
-    dist.init_process_group("gloo")
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    number = itertools.count()
+
+    def fresh() -> None:
+        """Every contender makes groups, whose threads slow down those who come after it."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("gloo", f"file://{a.folder}/store{next(number)}", rank=rank, world_size=world)
+
+    fresh()
     results: dict[str, Any] = {}
     for name in a.models:
         for aux in (False, True):
@@ -163,6 +173,7 @@ def run_rank(a: argparse.Namespace) -> None:
             for title, make in CONTENDERS.items():
                 if a.only and not any(o in title for o in a.only):
                     continue
+                fresh()
                 rows[title] = measure(make, source, str(folder), batch, loss, want)
                 if dist.get_rank() == 0:
                     print(f"{name}, aux {'on' if aux else 'off'}: {title}: {rows[title]}", file=sys.stderr)

@@ -63,15 +63,20 @@ def test_opcheck() -> None:
     torch.library.opcheck(tally, (ids, None, None, None, 3, "softmax_pre"))
 
 
-def expected(model, ids) -> torch.Tensor:
-    """Loads of the first block, from the router of the untouched model."""
+def hooked(model, ids) -> torch.Tensor:
+    """[T, E] logits of the first block of the untouched model."""
     seen = []
-    moe = model.layers[0].moe
-    handle = moe.router.register_forward_hook(lambda m, a, out: seen.append(out.detach()))
+    handle = model.layers[0].moe.router.register_forward_hook(lambda m, a, out: seen.append(out.detach()))
     model(*ids)
     handle.remove()
-    K = moe.shape.k
-    return torch.bincount(seen[0].flatten(0, -2).topk(K, -1).indices.reshape(-1), minlength=seen[0].shape[-1])
+    return seen[0].flatten(0, -2)
+
+
+def expected(model, ids) -> torch.Tensor:
+    """Loads of the first block."""
+    logits = hooked(model, ids)
+    chosen = logits.topk(model.layers[0].moe.shape.k, -1).indices
+    return torch.bincount(chosen.reshape(-1), minlength=logits.shape[-1])
 
 
 def test_one_process_over_micro_batches_recomputation_and_evaluation() -> None:
@@ -132,3 +137,22 @@ def test_padding_is_not_counted() -> None:
     (both,) = moec.moe_stats(model).values()
     assert both.tokens == 8
     assert torch.equal(both.tokens_per_expert, whole)
+
+
+def test_losses_and_dropped_pairs_are_told() -> None:
+    source, (ids, labels) = build(Shape(), 2, 2.0), Batch(2, 6).tensors()
+    router = moec.Router(aux_loss={"micro_batch": 0.5, "global": 0.25}, z_loss=0.1, capacity_factor=0.5)
+    model = moec.parallelize(source, Plan(router=router), example_inputs=(ids, labels))
+    for _ in range(2):
+        model(ids, labels)["loss"].backward()
+    (stats,) = moec.moe_stats(model).values()
+    E, K, T = 6, 3, 12
+    loads = expected(source, (ids, labels))  # what was chosen, before anything is dropped
+    assert torch.equal(stats.tokens_per_expert, 2 * loads)
+    capacity = math.ceil(T * K / E * 0.5)
+    assert stats.dropped == 2 * int((loads - capacity).clamp_min(0).sum()) > 0
+    z_TE = hooked(source, (ids, labels)).double()
+    p_E = z_TE.softmax(-1).sum(0)
+    aux = float(E / (K * T**2) * (loads * p_E).sum())
+    z_loss = float(z_TE.logsumexp(-1).square().mean())
+    assert stats.losses == pytest.approx({"micro_batch": 0.5 * aux, "global": 0.25 * aux, "z": 0.1 * z_loss}, rel=1e-5)
