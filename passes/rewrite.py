@@ -24,9 +24,10 @@ def new(node: fx.Node, target, args, val, **kwargs) -> fx.Node:
 
 
 def apply(node: fx.Node, target, *args, **kwargs) -> fx.Node:
-    """A node that stands beside ``node``, its value inferred.  ``node`` yields a tensor."""
+    """A node that stands beside ``node``, its value inferred."""
     fakes, named = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-    with node.meta["val"].fake_mode, python_dispatcher(), torch.no_grad():
+    beside = node.meta["val"]
+    with (beside if isinstance(beside, torch.Tensor) else beside[0]).fake_mode, python_dispatcher(), torch.no_grad():
         val = target(*fakes, **named)
     return new(node, target, args, val, **kwargs)
 

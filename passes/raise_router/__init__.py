@@ -31,7 +31,7 @@ from torch import fx
 from moec.passes.contract import Pass, PassContract
 from moec.passes.raise_router.fit import Fit, fit
 from moec.passes.raise_router.region import Locator, Region, Unfit
-from moec.passes.rewrite import fake, new
+from moec.passes.rewrite import apply, new
 from moec.plan import Plan
 from moec.program import Program
 from moec.runtime import ops  # noqa: F401  registers moec::route
@@ -98,23 +98,19 @@ def _operands(permute: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
 def _replace(permute: fx.Node, taker: fx.Node, region: Region, found: Fit) -> None:
     first, experts = region.logits[0], found.spec.num_experts
     with permute.graph.inserting_before(region.after):
-        logits_TE = first if first.meta["val"].ndim == 2 else _add(permute, aten.reshape.default, first, [-1, experts])
+        logits_TE = first if first.meta["val"].ndim == 2 else apply(permute, aten.reshape.default, first, [-1, experts])
         bias_E = None if found.bias is None else region.vectors[found.bias]
         if bias_E is not None and bias_E.meta["val"].ndim != 1:
-            bias_E = _add(permute, aten.reshape.default, bias_E, [experts])
-        routed = _add(permute, moec_ops.route.default, logits_TE, bias_E, None, None, found.spec.text())
+            bias_E = apply(permute, aten.reshape.default, bias_E, [experts])
+        routed = apply(permute, moec_ops.route.default, logits_TE, bias_E, None, None, found.spec.text())
         for i, (old, user) in enumerate(((region.weights, taker), (region.ids, permute))):
             value = new(permute, operator.getitem, (routed, i), routed.meta["val"][i])
             was, now = old.meta["val"], value.meta["val"]
             if was.dtype != now.dtype:
-                value = _add(permute, aten._to_copy.default, value, dtype=was.dtype)
+                value = apply(permute, aten._to_copy.default, value, dtype=was.dtype)
             if was.shape[1] != now.shape[1]:
-                value = _add(permute, aten.reshape.default, value, [-1, was.shape[1]])
+                value = apply(permute, aten.reshape.default, value, [-1, was.shape[1]])
             user.replace_input_with(old, value)
-
-
-def _add(permute: fx.Node, target, *args, **kwargs) -> fx.Node:
-    return new(permute, target, args, fake(lambda *fakes: target(*fakes, **kwargs), *args), **kwargs)
 
 
 CONTRACT = PassContract(
