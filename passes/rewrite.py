@@ -27,7 +27,8 @@ def apply(node: fx.Node, target, *args, **kwargs) -> fx.Node:
     """A node that stands beside ``node``, its value inferred."""
     fakes, named = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
     beside = node.meta["val"]
-    with (beside if isinstance(beside, torch.Tensor) else beside[0]).fake_mode, python_dispatcher(), torch.no_grad():
+    first = beside[0] if isinstance(beside, (tuple, list)) else beside
+    with first.fake_mode, python_dispatcher(), torch.no_grad():
         val = target(*fakes, **named)
     return new(node, target, args, val, **kwargs)
 
