@@ -1,6 +1,7 @@
 # make demo | test | lint | nightly: each creates .venv first (Python 3.11 or newer with pip; from constraints.txt).
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
+PIP = $(PYTHON) -m pip --python $(BIN)/python install -q -c constraints.txt
 # Two cores and four processes: more than one thread each is many times slower.
 export OMP_NUM_THREADS ?= 1
 DEMO ?= --model mixtral --dp 2 --tp 2 --ep 4
@@ -30,10 +31,13 @@ types: .venv/.installed
 	ln -s $(CURDIR)/moec/* $(CURDIR)/passes $(CURDIR)/runtime build/types/moec/
 	$(BIN)/mypy
 
+# torch first: its GPU wheel brings the one triton that it wants, its CPU wheel brings none (see constraints.txt).
 # --without-pip and `pip --python`: Debian's python3 has pip and venv, but ensurepip only with a further package.
 .venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv --without-pip .venv
-	$(PYTHON) -m pip --python $(BIN)/python install -q -c constraints.txt pip setuptools -e '.[dev,hf]'
+	$(PIP) pip setuptools torch
+	$(BIN)/python -c "import triton" 2> /dev/null || $(PIP) triton==3.6.0
+	$(PIP) -e '.[dev,hf]'
 	touch $@
 
 clean:

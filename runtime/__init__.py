@@ -1,5 +1,5 @@
-"""moec.runtime: what a compiled program runs on.  Importing it registers the ``moec::`` ops."""
+"""moec.runtime: what a compiled program runs on.  Importing it registers the ``moec::`` ops and their GPU kernels."""
 
-from . import ops
+from . import kernels, ops
 
-__all__ = ["ops"]
+__all__ = ["kernels", "ops"]
