@@ -96,6 +96,9 @@ class Plan:
     router: Router | None = None
     """What the routers shall compute that the model does not: balancing losses, an expert bias, a capacity … (a mapping
     of the fields of ``moec.Router`` in YAML)."""
+    fuse: bool = True
+    """Compute what belongs together in one op (the experts of a block: gather, products, activation, weighted sum)
+    where a pass finds it spelled so; what is declined stands in ``why_not``.  False: op by op."""
     backend: str = "eager"
 
     # ------------------------------------------------------------------------------------------- dict and YAML
@@ -243,7 +246,7 @@ class Plan:
             problems.append(f"ranks_per_node={self.ranks_per_node!r} is neither None nor a positive integer")
         problems += [
             f"{name}={value!r} is not a bool"
-            for name in ("sequence_parallel", "reshard_after_forward")
+            for name in ("sequence_parallel", "reshard_after_forward", "fuse")
             if not isinstance(value := getattr(self, name), bool)
         ]
         if problems:

@@ -22,6 +22,7 @@ plans = st.builds(
     etp=st.none() | degrees,
     cp=st.sampled_from([1, 1, 2, 3]),
     sequence_parallel=st.booleans(),
+    fuse=st.booleans(),
     fsdp=st.booleans() | st.sampled_from([2, 3]),
     layout=st.just("auto") | st.dictionaries(st.sampled_from(["a.*", "*.w"]), st.sampled_from(["column", "row"])),
     inputs=st.none() | st.dictionaries(st.sampled_from(["ids", "0"]), st.none() | st.integers(0, 2)),
