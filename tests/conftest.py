@@ -3,6 +3,7 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; worker processes inherit it
+os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on CPU tensors (tests/interpreter.py)
 
 import hypothesis
 import pytest
