@@ -86,6 +86,7 @@ def _instead(node: fx.Node, make: Callable[[fx.Graph, fx.Node, int, int], fx.Nod
     """What ``make(graph, x, dim, size)`` yields takes the place of a collective and of its wait."""
     with node.graph.inserting_before(node):
         new = make(node.graph, node.args[0], node.args[1], node.args[-2])
+    new.meta["val"] = node.meta["val"]  # its global sizes; no types: a checker has to find out
     for user in [u for u in node.users if is_wait(u.target)] or [node]:
         user.replace_all_uses_with(new)
 

@@ -13,8 +13,9 @@ Two things are expressed in other words than moec's:
   inside a node): expert weights are sharded on them, everything else is invariant; the exchange takes rows from I to
   S(0) on them and back.  A grouped GEMM whose
   rows were not dispatched, or a combine whose rows did not return, is ill typed.
-* The library has no packed shard (``S(dim, parts=2)``): it is S(dim), and a split of such a dim in its parts, which
-  DTensor would gather, is typed there (``PACKED``).
+* The library has no packed shard (``S(dim, parts=2)``): it is S(dim).  A split of such a dim in its parts, which DTensor
+  would gather, is typed there (``PACKED``); a reshape, which makes packed dims and unmakes them, derives the parts; any
+  other op takes and gives the same ones.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 import spmd_types as spmd
+import sympy
 import torch
 import torch.nn.functional as F
 from spmd_types import rules
@@ -125,6 +127,10 @@ class Witness:
         spmd.assert_type(out, dict(spmd.get_local_type(x)), partition_spec=spec_of(dims))
         return out
 
+    def parts(self, types: Types | None, axis: str | None) -> int:
+        """In how many blocks, each of which it cuts, ``axis`` finds a dim; 1 where nothing is recorded."""
+        return 1 if axis is None or types is None else self.size(types[axis].parts, self.mesh.size(self.mesh.role("dp")))
+
     # -- nodes
 
     def _step(self, node: fx.Node) -> Any:
@@ -184,16 +190,17 @@ class Witness:
         spec = self.program.params.get(node.name)
         if spec is not None:
             for d in range(len(shape)):
-                shape[d] //= self.mesh.size([a for a, t in spec.types.items() if t.kind == "S" and t.dim == d])
+                n = self.mesh.size([a for a, t in spec.types.items() if t.kind == "S" and t.dim == d])
+                shape[d] = -(-shape[d] // n)  # graphs see uneven parts padded
         out = torch.zeros(shape, dtype=val.dtype)
         return out.requires_grad_(bool(node.meta["grad"]) and types is not None)
 
     def size(self, size, batch_ranks: int = 1) -> int:
         """A recorded size as a number, global if the ranks that share the batch are said."""
-        symbols = expr(size).free_symbols
-        batch = self.program.batch_symbols
+        size = size if isinstance(size, sympy.Expr) else expr(size)
+        symbols, batch = size.free_symbols, self.program.batch_symbols
         return int(
-            expr(size).subs({s: SIZES["batch"] * batch_ranks if str(s) in batch else SIZES["other"] for s in symbols})
+            size.subs({s: SIZES["batch"] * batch_ranks if str(s) in batch else SIZES["other"] for s in symbols})
         )
 
     def _typed(self, x: Any, node: fx.Node) -> Any:
@@ -217,7 +224,8 @@ class Witness:
 
     def _spec(self, node: fx.Node, types: Types, ndim: int) -> spmd.PartitionSpec | None:
         dims: list[list[Axis]] = [[] for _ in range(ndim)]
-        for a, t in types.items():
+        # An axis of more parts cuts within the blocks that those of fewer parts deal out.
+        for a, t in sorted(types.items(), key=lambda item: self.parts(types, item[0])):
             if t.kind in "SV":
                 dims[max(t.dim, 0)].append(self.axes[a])
         if self._is_expert(node):
@@ -243,10 +251,20 @@ class Witness:
         for x, types in pairs:
             for a, t in types.items():
                 kind, dim = derived(x, self.axes[a])
-                if not same(x, kind, dim, t):
+                if not same(x, kind, dim, t) or (t.kind == "S" and self._other_blocks(node, a, types)):
                     raise WitnessError(
                         f"{node.format_node()} ({node.meta.get('where', '')}) is {kind}({dim}) on {a}, recorded as {t}"
                     )
+
+    def _other_blocks(self, node: fx.Node, axis: str, types: Types) -> bool:
+        """Does an operand lie in other blocks?  The library has no packed shard and takes one for the other; what makes
+        one of the other has a rule in ``witness_rules.py``."""
+        entry, name = collective(node.target), op_name(node)
+        if entry is not None or name == "aten.reshape" or name in PACKED or node.op != "call_function":
+            return False
+        of = (n.meta["types"] for n in node.all_input_nodes if isinstance(n.meta.get("types"), dict))
+        found = {self.parts(t, axis) for t in of if t[axis].kind == "S"}
+        return not found <= {self.parts(types, axis)}
 
 
 def witness(program: Program) -> Witness:

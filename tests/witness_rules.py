@@ -7,6 +7,7 @@ A rule looks at every operand and gives the type of the result (``rules.NdimWith
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 from spmd_types import rules
 from torch import Tensor, fx
 
-from moec.runtime.collectives import Collective, group_of
+from moec.program import op_name
+from moec.runtime.collectives import Collective, collective, group_of
 
 Axis = spmd.MeshAxis
 OWNERS = ("owner_n", "owner")
@@ -49,6 +51,9 @@ def _convert(w, node: fx.Node, entry: Collective, x: Tensor, dim: int, *rest) ->
     dim, to_dim = dim % max(x.ndim, 1), to_dim % max(x.ndim, 1)
     src, dst = (spmd.S(d) if k == "S" else LOCAL[k] for k, d in ((entry.source, dim), (entry.dest, to_dim)))
     typed: Any = x
+    if entry.kind == "s_to_s" and len(names) > 1:  # one by one they would end up in another order
+        rules.output(y, _handed_over(w, x, dim, to_dim, names))
+        return y
     for a in reversed(names) if entry.source == "S" else names:
         have = spmd.get_axis_local_type(typed, w.axes[a])
         # Without a gradient I and R are one type.
@@ -56,6 +61,16 @@ def _convert(w, node: fx.Node, entry: Collective, x: Tensor, dim: int, *rest) ->
         typed = TRANSITIONS[entry.primitive](typed, w.axes[a], src=have if neutral else src, dst=dst)
     rules.output(y, typed)
     return y
+
+
+def _handed_over(w, x: Tensor, dim: int, to_dim: int, names: list[str]) -> rules.NdimWithSpmdType:
+    """The axes that cut a dim last, in their order, cut another one instead."""
+    dims, axes = w.dims(x), [w.axes[a] for a in names]
+    if dims[dim][-len(axes) :] != axes:
+        raise spmd.SpmdTypeError(f"dim {dim} is cut by {dims[dim]}, not last by {names}")
+    del dims[dim][-len(axes) :]
+    dims[to_dim] += axes
+    return w.made(w.einsum("...->...", x, linear_in=(0,)), dims)
 
 
 TRANSITIONS = {
@@ -136,6 +151,40 @@ def reached(w, group: str) -> list[Axis]:
     minor ones."""
     ep, axes = w.mesh.role("ep"), group.split(",")
     return [w.axes[o] for o, a in zip(OWNERS, (ep[0], ep[-1]), strict=True) if a in axes]
+
+
+def _pack(w, node: fx.Node, xs: list[Tensor], size: int, dims: list[int]) -> rules.NdimWithSpmdType:
+    """Shards as one vector, for the collective behind it: what every one of them is on its axes, the vector is; on the
+    others they may differ, and the vector is nobody's tensor."""
+    user = next(iter(node.users))
+    if len(node.users) != 1 or (entry := collective(user.target)) is None or entry.primitive != "all_gather":
+        raise spmd.SpmdTypeError("a vector of shards does not feed one gather")
+    reached = [w.axes[a] for a in group_of(user).split(",")]
+    for x, dim in zip(xs, dims, strict=True):
+        if size != 1 or any(derived(x, a) != ("S", dim) for a in reached):
+            raise spmd.SpmdTypeError(f"{spmd.get_local_type(x)} is not to be gathered on dim {dim}")
+    typed, local = rules.NdimWithSpmdType(1), {}
+    for a in w.axes.values():
+        kinds = {spmd.get_axis_local_type(x, a) for x in xs}
+        local[a] = kinds.pop() if len(kinds) == 1 else spmd.V
+    order = list(w.axes.values())
+    spmd.assert_type(typed, local, partition_spec=spec_of([sorted(reached, key=order.index)]))
+    return typed
+
+
+def _unpack(w, node: fx.Node, flat: Tensor, size: int, dims: list[int], shapes: list[int]) -> list:
+    """Each part is what its shard becomes if it goes through the collective by itself."""
+    started = node.args[0].args[0]
+    entry, (source, *_) = collective(started.target), started.args
+    if entry is None or op_name(source) != "moec.pack" or list(source.args[2]) != list(dims):
+        raise spmd.SpmdTypeError("taken apart is what was not packed so")
+    out = []
+    for x, dim in zip((w.env[n] for n in source.args[0]), dims, strict=True):
+        typed: Any = w.einsum("...->...", x, linear_in=(0,))
+        for a in reversed(group_of(started).split(",")):
+            typed = rules.all_gather(typed, w.axes[a], src=spmd.S(dim), dst=LOCAL[entry.dest])
+        out.append(typed)
+    return out
 
 
 CONVERSIONS: dict[str, Callable] = {
@@ -299,6 +348,7 @@ MOEC: dict[str, Callable] = {
     "moec.destinations": _destinations, "moec.place_rows": _place_rows, "moec.add_rows": _add_rows,
     "moec.blocked_logsumexp": _blocked_logsumexp, "moec.boundary": _own_rows, "moec.route": _route, "moec.drop": _drop,
     "moec.balance": _balance, "moec.inject": _inject, "moec.tally": _tally,
+    "moec.pack": _pack, "moec.unpack": _unpack,
 }  # fmt: skip
 
 
@@ -312,9 +362,14 @@ def _parts(w, node, x, *_, **__):
 
 
 def _reshape(w, node, x, shape):
-    """DTensor refuses to split a sharded dim in several.  Dims fall into groups of equal (global) size; a shard of the
-    first dim of a group becomes a shard of the first dim of the new group, and no other dim may be sharded."""
-    sizes = [[w.size(s, w.mesh.size(w.mesh.role("dp"))) for s in n.meta["val"].shape] for n in (node.args[0], node)]
+    """DTensor refuses to split a sharded dim in several, and knows no packed one.  Dims fall into groups of equal
+    (global) size.  A shard cuts a group at a place: the product of the dims before its own, times the blocks (parts)
+    each of which it cuts; in the result it cuts the last dim that begins at or before this place, in each of the blocks
+    in between."""
+    ranks = w.mesh.size(w.mesh.role("dp"))
+    sizes = [[w.size(s, ranks) for s in n.meta["val"].shape] for n in (node.args[0], node)]
+    source, recorded = node.args[0].meta.get("types"), node.meta["types"]
+    names = {w.axes[a]: a for a in w.mesh.names}
     old, new = ([i for i, s in enumerate(side) if s != 1] for side in sizes)
     dims, out = w.dims(x), [[] for _ in sizes[1]]
     while old and new:
@@ -327,9 +382,17 @@ def _reshape(w, node, x, shape):
             else:
                 right.append(new.pop(0))
                 b *= sizes[1][right[-1]]
-        out[right[0]] = dims[left[0]]
-        if lost := [i for i in left[1:] if dims[i]]:
-            raise spmd.SpmdTypeError(f"reshape to {shape} would interleave the shards of dim {lost[0]}")
+        for n, i in enumerate(left):
+            for axis in dims[i]:
+                parts = w.parts(source, names.get(axis))
+                place = math.prod(sizes[0][d] for d in left[:n]) * parts
+                begins = [math.prod(sizes[1][d] for d in right[:k]) for k in range(len(right))]
+                k = max(k for k, begin in enumerate(begins) if begin <= place)
+                if place % begins[k]:
+                    raise spmd.SpmdTypeError(f"reshape to {shape} would interleave the shards of dim {i}")
+                if (have := w.parts(recorded, names.get(axis))) != place // begins[k]:
+                    raise spmd.SpmdTypeError(f"{axis} cuts each of {place // begins[k]} blocks, recorded are {have}")
+                out[right[k]].append(axis)
     return w.made(w.einsum("...->...", x, linear_in=(0,)), out)
 
 
