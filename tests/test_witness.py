@@ -15,7 +15,8 @@ from sabotage import mistakes
 from spmd import Shape, captured, compile_stages, compiled
 from test_zoo import BY_DEFAULT, FAMILIES, PLANS, make
 from witness import WitnessError, witness
-from witness_rules import CONVERSIONS, MOEC
+from witness_moves import CONVERSIONS
+from witness_rules import MOEC
 
 from moec.capture.examples import dummy_examples
 from moec.compiler import compile_program
@@ -112,17 +113,14 @@ def broken_units(program: Program) -> Iterator[tuple[str, Program]]:
 def test_every_mistake_in_a_unit_of_parameters_is_caught() -> None:
     for what, broken in broken_units(last_stage(OPTIONS[3])):
         with pytest.raises(WitnessError):
-            witness(broken)
-            pytest.fail(what)
+            assert witness(broken) is None, what
 
 
 def test_other_blocks_are_another_type() -> None:
     """Rows of B sequences, each of which is sharded, added to rows that are sharded in one piece."""
     program = last_stage(OPTIONS[0])
-    reshape = next(
-        n for n in program.graph.nodes
-        if n.op == "call_function" and op_name(n) == "aten.reshape" and any(t.parts != 1 for t in n.meta["types"].values())
-    )  # fmt: skip
+    reshapes = program.graph.find_nodes(op="call_function", target=aten.reshape.default)
+    reshape = next(n for n in reshapes if any(t.parts != 1 for t in n.meta["types"].values()))
     right = dict(reshape.meta["types"])
     for axis, t in right.items():
         if t.kind == "S" and t.parts != 1:
@@ -169,7 +167,6 @@ def test_family_under_every_plan(family: str, plan: tuple[int, int, int, int]) -
 def test_family_with_options(family: str, plan: Plan) -> None:
     try:
         program = sharded(family, plan, layers=1, stage="units" if plan.fsdp else "bundle")
-    except MoecError as refused:  # heads that the degrees do not divide
-        assert refused.way_out
-        return
+    except MoecError as refused:
+        pytest.skip(f"refused: {refused.message}")  # a width that the degrees do not divide; test_covering.py has those
     witness(program)

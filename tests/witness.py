@@ -2,8 +2,8 @@
 
 It shares no code with moec's rules.  What ordinary ops do to types and to sharded dims the library knows itself (its
 own table of linear ops, DTensor's sharding strategies for dims: its *global* mode); what moec's ops and conversions do
-is written in ``witness_rules.py`` in the library's vocabulary (``spmd_types.rules``).  Every derived type is compared
-with the one that the sharding pass recorded.
+is written in ``witness_moves.py`` and ``witness_rules.py`` in the library's vocabulary (``spmd_types.rules``).  Every
+derived type is compared with the one that the sharding pass recorded.
 
 The graph runs for rank 0 on small tensors of zeros, with peers that hold the same: no process group, no communication.
 
@@ -11,11 +11,11 @@ Two things are expressed in other words than moec's:
 
 * Ragged rows (``V``) are ``S(0)``.  *Whose* rows they are is two axes of their own, the ``OWNERS`` (nodes, and ranks
   inside a node): expert weights are sharded on them, everything else is invariant; the exchange takes rows from I to
-  S(0) on them and back.  A grouped GEMM whose
-  rows were not dispatched, or a combine whose rows did not return, is ill typed.
-* The library has no packed shard (``S(dim, parts=2)``): it is S(dim).  A split of such a dim in its parts, which DTensor
-  would gather, is typed there (``PACKED``); a reshape, which makes packed dims and unmakes them, derives the parts; any
-  other op takes and gives the same ones.
+  S(0) on them and back.  A grouped GEMM whose rows were not dispatched, or a combine whose rows did not return, is ill
+  typed.
+* The library has no packed shard (``S(dim, parts=2)``): it is S(dim).  A split of such a dim in its parts, which
+  DTensor would gather, is typed there (``PACKED``); a reshape, which makes packed dims and unmakes them, derives the
+  parts; any other op takes and gives the same ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from spmd_types import rules
 from spmd_types.checker import typecheck
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
-from witness_rules import CONVERSIONS, LACKING, LOCAL, MOEC, OWNERS, PACKED, Axis, derived, spec_of
+from witness_moves import CONVERSIONS, LOCAL, OWNERS, Axis, derived, spec_of
+from witness_rules import LACKING, MOEC, PACKED
 
 from moec.placement import Type, Types
 from moec.program import Program, op_name
@@ -129,7 +130,9 @@ class Witness:
 
     def parts(self, types: Types | None, axis: str | None) -> int:
         """In how many blocks, each of which it cuts, ``axis`` finds a dim; 1 where nothing is recorded."""
-        return 1 if axis is None or types is None else self.size(types[axis].parts, self.mesh.size(self.mesh.role("dp")))
+        if axis is None or types is None:
+            return 1
+        return self.size(types[axis].parts, self.mesh.size(self.mesh.role("dp")))
 
     # -- nodes
 

@@ -1,5 +1,5 @@
-"""Typing rules in the vocabulary of ``spmd_types``: of moec's conversions, exchanges and dialect, and of the few
-ordinary ops that the library cannot type.  ``witness.py`` walks graphs with them; ``w`` is the walk.
+"""Typing rules in the vocabulary of ``spmd_types``: of moec's dialect, and of the few ordinary ops that the
+library cannot type.  ``witness.py`` walks graphs with them; ``w`` is the walk.
 
 A rule looks at every operand and gives the type of the result (``rules.NdimWithSpmdType``) or raises SpmdTypeError.
 """
@@ -12,185 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import spmd_types as spmd
-import torch
 from spmd_types import rules
-from torch import Tensor, fx
-
-from moec.program import op_name
-from moec.runtime.collectives import Collective, collective, group_of
-
-Axis = spmd.MeshAxis
-OWNERS = ("owner_n", "owner")
-"""Whose rows they are: of which node, and of which rank inside it (see ``witness.py``)."""
-LOCAL = {"I": spmd.I, "R": spmd.R, "P": spmd.P, "S": spmd.V, "V": spmd.V}
-
-
-def spec_of(dims: list[list[Axis]]) -> spmd.PartitionSpec | None:
-    return spmd.PartitionSpec(*(tuple(d) if len(d) > 1 else d[0] if d else None for d in dims)) if any(dims) else None
-
-
-def derived(x: Tensor, axis: Axis) -> tuple[str, int]:
-    kind = repr(spmd.get_axis_local_type(x, axis))
-    if kind != "V":
-        return kind, -1
-    for dim, entry in enumerate(spmd.get_partition_spec(x) or ()):
-        if axis == entry or (isinstance(entry, tuple) and axis in entry):
-            return "S", dim
-    return "V", -1
-
-
-# -- conversions -----------------------------------------------------------------------------------------------------
-
-
-def _convert(w, node: fx.Node, entry: Collective, x: Tensor, dim: int, *rest) -> Tensor:
-    """One transition an axis: shards are added major to minor and removed minor to major."""
-    to_dim = rest[0] if entry.kind == "s_to_s" else dim
-    size, names = rest[-2], group_of(node).split(",")
-    with spmd.no_typecheck():
-        y = MOVES[entry.primitive](x, dim, to_dim, size)
-    dim, to_dim = dim % max(x.ndim, 1), to_dim % max(x.ndim, 1)
-    src, dst = (spmd.S(d) if k == "S" else LOCAL[k] for k, d in ((entry.source, dim), (entry.dest, to_dim)))
-    typed: Any = x
-    if entry.kind == "s_to_s" and len(names) > 1:  # one by one they would end up in another order
-        rules.output(y, _handed_over(w, x, dim, to_dim, names))
-        return y
-    for a in reversed(names) if entry.source == "S" else names:
-        have = spmd.get_axis_local_type(typed, w.axes[a])
-        # Without a gradient I and R are one type.
-        neutral = not x.requires_grad and have in (spmd.I, spmd.R) and src in (spmd.I, spmd.R)
-        typed = TRANSITIONS[entry.primitive](typed, w.axes[a], src=have if neutral else src, dst=dst)
-    rules.output(y, typed)
-    return y
-
-
-def _handed_over(w, x: Tensor, dim: int, to_dim: int, names: list[str]) -> rules.NdimWithSpmdType:
-    """The axes that cut a dim last, in their order, cut another one instead."""
-    dims, axes = w.dims(x), [w.axes[a] for a in names]
-    if dims[dim][-len(axes) :] != axes:
-        raise spmd.SpmdTypeError(f"dim {dim} is cut by {dims[dim]}, not last by {names}")
-    del dims[dim][-len(axes) :]
-    dims[to_dim] += axes
-    return w.made(w.einsum("...->...", x, linear_in=(0,)), dims)
-
-
-TRANSITIONS = {
-    "identity": rules.convert, "slice": rules.convert, "zero_pad": rules.convert, "all_reduce": rules.all_reduce,
-    "all_gather": rules.all_gather, "reduce_scatter": rules.reduce_scatter, "all_to_all": rules.all_to_all,
-}  # fmt: skip
-MOVES: dict[str, Callable] = {
-    "identity": lambda x, d, t, n: x.clone(),
-    "all_reduce": lambda x, d, t, n: x.clone(),
-    "slice": lambda x, d, t, n: x.chunk(n, d)[0].clone(),
-    "reduce_scatter": lambda x, d, t, n: x.chunk(n, d)[0].clone(),
-    "zero_pad": lambda x, d, t, n: torch.cat([x, *[torch.zeros_like(x)] * (n - 1)], d),
-    "all_gather": lambda x, d, t, n: torch.cat([x] * n, d),
-    "all_to_all": lambda x, d, t, n: torch.cat([x.chunk(n, t)[0]] * n, d),
-}
-
-
-def _counts(w, node: fx.Node, entry: Collective, counts_E: Tensor, size: int, group: str) -> Tensor:
-    """Home counts are pending sums over the sources; the counts of the experts that live here, source by source."""
-    with spmd.no_typecheck():
-        y_RE = counts_E.chunk(size)[0].expand(size, -1).clone()
-    typed: Any = counts_E
-    for a in group.split(","):
-        typed = rules.reduce_scatter(typed, w.axes[a], src=spmd.P, dst=spmd.S(0))
-    for owner in reached(w, group):
-        typed = rules.convert(typed, owner, src=spmd.get_axis_local_type(typed, owner), dst=spmd.S(0))
-    rules.output(y_RE, w.shifted(typed))
-    return y_RE
-
-
-def _exchange(w, node: fx.Node, entry: Collective, x_NH, send_R, recv_R, size, group) -> Tensor:
-    """Dispatch: home rows become rows of the experts that live here; combine: back."""
-    for a in group.split(","):
-        for what, t in (("sent", send_R), ("received", recv_R)):
-            if spmd.get_axis_local_type(t, w.axes[a]) is not spmd.P:
-                raise spmd.SpmdTypeError(f"rows {what} per rank are {spmd.get_local_type(t)}, no sums over {a}")
-    typed = _moved_rows(w, x_NH, group)
-    out = all(spmd.get_axis_local_type(x_NH, o) is not spmd.V for o in reached(w, group))
-    for owner in reached(w, group):
-        sent, received = (spmd.get_axis_local_type(t, owner) is spmd.P for t in (send_R, recv_R))
-        if (sent, received) != (not out, out):
-            raise spmd.SpmdTypeError(f"rows go {'out' if out else 'back'}, but {send_R} are sent and {recv_R} received")
-    with spmd.no_typecheck():
-        y = x_NH.new_zeros((int(recv_R.sum()), *x_NH.shape[1:])) + 0 * x_NH.sum()
-    rules.output(y, typed)
-    return y
-
-
-def _equal(w, node: fx.Node, entry: Collective, x_NH, size, group) -> Tensor:
-    """As many rows to every rank."""
-    typed = _moved_rows(w, x_NH, group)
-    with spmd.no_typecheck():
-        y = x_NH.clone()
-    rules.output(y, typed)
-    return y
-
-
-def _moved_rows(w, x_NH, group: str) -> Any:
-    """Out where rows are at home, back where they are not."""
-    for a in group.split(","):
-        if derived(x_NH, w.axes[a]) != ("S", 0):
-            raise spmd.SpmdTypeError(f"rows are {derived(x_NH, w.axes[a])} on {a}: all the same cannot be exchanged")
-    typed: Any = x_NH
-    here = [spmd.get_axis_local_type(x_NH, o) for o in reached(w, group)]
-    if all(t in (spmd.I, spmd.R) for t in here):
-        for owner, t in zip(reached(w, group), here, strict=True):
-            typed = rules.convert(typed, owner, src=t, dst=spmd.S(0))
-    elif all(t is spmd.V for t in here):
-        for owner in reversed(reached(w, group)):
-            typed = rules.all_gather(typed, owner, src=spmd.S(0), dst=spmd.I)
-    else:
-        raise spmd.SpmdTypeError(f"rows are {here} by owner: neither at home nor where their experts live")
-    return typed
-
-
-def reached(w, group: str) -> list[Axis]:
-    """The owners that an exchange over ``group`` reaches: nodes over the major axes of ep, ranks in them over the
-    minor ones."""
-    ep, axes = w.mesh.role("ep"), group.split(",")
-    return [w.axes[o] for o, a in zip(OWNERS, (ep[0], ep[-1]), strict=True) if a in axes]
-
-
-def _pack(w, node: fx.Node, xs: list[Tensor], size: int, dims: list[int]) -> rules.NdimWithSpmdType:
-    """Shards as one vector, for the collective behind it: what every one of them is on its axes, the vector is; on the
-    others they may differ, and the vector is nobody's tensor."""
-    user = next(iter(node.users))
-    if len(node.users) != 1 or (entry := collective(user.target)) is None or entry.primitive != "all_gather":
-        raise spmd.SpmdTypeError("a vector of shards does not feed one gather")
-    reached = [w.axes[a] for a in group_of(user).split(",")]
-    for x, dim in zip(xs, dims, strict=True):
-        if size != 1 or any(derived(x, a) != ("S", dim) for a in reached):
-            raise spmd.SpmdTypeError(f"{spmd.get_local_type(x)} is not to be gathered on dim {dim}")
-    typed, local = rules.NdimWithSpmdType(1), {}
-    for a in w.axes.values():
-        kinds = {spmd.get_axis_local_type(x, a) for x in xs}
-        local[a] = kinds.pop() if len(kinds) == 1 else spmd.V
-    order = list(w.axes.values())
-    spmd.assert_type(typed, local, partition_spec=spec_of([sorted(reached, key=order.index)]))
-    return typed
-
-
-def _unpack(w, node: fx.Node, flat: Tensor, size: int, dims: list[int], shapes: list[int]) -> list:
-    """Each part is what its shard becomes if it goes through the collective by itself."""
-    started = node.args[0].args[0]
-    entry, (source, *_) = collective(started.target), started.args
-    if entry is None or op_name(source) != "moec.pack" or list(source.args[2]) != list(dims):
-        raise spmd.SpmdTypeError("taken apart is what was not packed so")
-    out = []
-    for x, dim in zip((w.env[n] for n in source.args[0]), dims, strict=True):
-        typed: Any = w.einsum("...->...", x, linear_in=(0,))
-        for a in reversed(group_of(started).split(",")):
-            typed = rules.all_gather(typed, w.axes[a], src=spmd.S(dim), dst=LOCAL[entry.dest])
-        out.append(typed)
-    return out
-
-
-CONVERSIONS: dict[str, Callable] = {
-    **dict.fromkeys(TRANSITIONS, _convert), "counts": _counts, "exchange": _exchange, "equal": _equal,
-}  # fmt: skip
-
+from torch import Tensor
+from witness_moves import OWNERS, Axis, derived, pack, spec_of, unpack
 
 # -- moec's ops ------------------------------------------------------------------------------------------------------
 
@@ -348,7 +172,7 @@ MOEC: dict[str, Callable] = {
     "moec.destinations": _destinations, "moec.place_rows": _place_rows, "moec.add_rows": _add_rows,
     "moec.blocked_logsumexp": _blocked_logsumexp, "moec.boundary": _own_rows, "moec.route": _route, "moec.drop": _drop,
     "moec.balance": _balance, "moec.inject": _inject, "moec.tally": _tally,
-    "moec.pack": _pack, "moec.unpack": _unpack,
+    "moec.pack": pack, "moec.unpack": unpack,
 }  # fmt: skip
 
 
