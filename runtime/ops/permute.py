@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MoecError
-from .rows import accumulator, take_rows
+from .rows import accumulator, sum_of_rows
 
 
 def _order(x_TH: Tensor, ids_TK: Tensor, num_experts: int, op: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,11 +78,7 @@ def _(x_TH, ids_TK, num_experts):
 
 @torch.library.custom_op("moec::permute_backward", mutates_args=(), device_types="cpu")
 def permute_backward(grad_rows_NH: Tensor, row_of_TK: Tensor) -> Tensor:
-    T, K = row_of_TK.shape
-    total_TH = grad_rows_NH.new_zeros((T, grad_rows_NH.shape[1]), dtype=accumulator(grad_rows_NH.dtype))
-    for k in range(K):
-        total_TH += take_rows(grad_rows_NH, row_of_TK[:, k])
-    return total_TH.to(grad_rows_NH.dtype, copy=False)
+    return sum_of_rows(grad_rows_NH, row_of_TK, None, accumulator(grad_rows_NH.dtype))
 
 
 @permute_backward.register_fake

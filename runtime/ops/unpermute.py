@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MoecError
-from .rows import accumulator, take_rows
+from .rows import accumulator, blocks, pair_of_row, sum_of_rows
 
 
 def _check(rows_NH: Tensor, weights_TK: Tensor, row_of_TK: Tensor) -> None:
@@ -34,11 +34,7 @@ def _check(rows_NH: Tensor, weights_TK: Tensor, row_of_TK: Tensor) -> None:
 def unpermute(rows_NH: Tensor, weights_TK: Tensor, row_of_TK: Tensor) -> Tensor:
     _check(rows_NH, weights_TK, row_of_TK)
     wide = accumulator(rows_NH.dtype, weights_TK.dtype)
-    y_TH = rows_NH.new_zeros((row_of_TK.shape[0], rows_NH.shape[1]), dtype=wide)
-    weights_TK = weights_TK.to(wide).masked_fill(row_of_TK < 0, 0)
-    for k in range(row_of_TK.shape[1]):
-        y_TH.addcmul_(take_rows(rows_NH, row_of_TK[:, k]).to(wide), weights_TK[:, k, None])
-    return y_TH.to(rows_NH.dtype, copy=False)
+    return sum_of_rows(rows_NH, row_of_TK, weights_TK, wide)
 
 
 @unpermute.register_fake
@@ -50,17 +46,35 @@ def _(rows_NH, weights_TK, row_of_TK):
 def unpermute_backward(
     grad_TH: Tensor, rows_NH: Tensor, weights_TK: Tensor, row_of_TK: Tensor
 ) -> tuple[Tensor, Tensor]:
+    (N, H), (T, K) = rows_NH.shape, row_of_TK.shape
     wide = accumulator(rows_NH.dtype, weights_TK.dtype)
-    grad_TH = grad_TH.to(wide)
-    grad_rows_NH = rows_NH.new_zeros(rows_NH.shape)
-    grad_weights_TK = weights_TK.new_zeros(weights_TK.shape)
-    for k in range(row_of_TK.shape[1]):
-        row_T = row_of_TK[:, k]
-        kept = (row_T >= 0).nonzero().squeeze(1)
-        row, grad = row_T[kept], grad_TH[kept]
-        grad_rows_NH[row] = (weights_TK[kept, k, None].to(wide) * grad).to(rows_NH.dtype)
-        grad_weights_TK[kept, k] = (rows_NH[row].to(wide) * grad).sum(1).to(weights_TK.dtype)
-    return grad_rows_NH, grad_weights_TK
+    grad_rows_NH = rows_NH.new_empty((N, H))
+    grad_weights_TK = weights_TK.new_zeros((T, K))
+    if not T * K:
+        return grad_rows_NH.zero_(), grad_weights_TK
+    pair_N = pair_of_row(row_of_TK, N)
+    none_N1 = (pair_N < 0)[:, None]
+    some_none = bool(none_N1.any())
+    pair_N.clamp_(min=0)
+    token_N = pair_N.div(K, rounding_mode="floor")
+    weight_N1 = weights_TK.reshape(-1, 1).index_select(0, pair_N).to(wide)
+    dot_N = rows_NH.new_empty((N,), dtype=wide)
+    straight = rows_NH.dtype == wide == grad_TH.dtype
+    for at in blocks(N, 2 * H * wide.itemsize):  # every row is read once and its gradient written once
+        out_BH = grad_rows_NH[at]
+        if straight:
+            grad_BH = torch.index_select(grad_TH, 0, token_N[at], out=out_BH)
+        else:
+            grad_BH = grad_TH.index_select(0, token_N[at]).to(wide)
+        torch.sum(rows_NH[at] * grad_BH, 1, out=dot_N[at])
+        torch.mul(grad_BH, weight_N1[at], out=grad_BH)
+        if some_none:
+            grad_BH.masked_fill_(none_N1[at], 0)
+        if not straight:
+            out_BH.copy_(grad_BH)
+    there_P = row_of_TK.reshape(-1) >= 0
+    dot_P = dot_N.index_select(0, row_of_TK.reshape(-1).clamp(min=0)) if N else dot_N.new_zeros((T * K,))
+    return grad_rows_NH, grad_weights_TK.copy_(dot_P.masked_fill(~there_P, 0).view(T, K))
 
 
 @unpermute_backward.register_fake
