@@ -18,15 +18,14 @@ import torch
 from torch import Tensor
 
 from .rows import accumulator
-from .scores import EPSILON, score, slope
+from .scores import EPSILON, best, score, slope
 
 
 @torch.library.custom_op("moec::balance", mutates_args=())
 def balance(logits_NTE: Tensor, valid_NT: Tensor | None, top_k: int, kind: str) -> tuple[Tensor, Tensor]:
     p_NTE = probabilities(logits_NTE, kind)
-    # torch.topk promises no order among equals.
-    ids_NTK = p_NTE.sort(dim=-1, descending=True, stable=True)[1][..., :top_k]
-    hot_NTE = torch.zeros_like(p_NTE, dtype=torch.int64).scatter_(-1, ids_NTK, 1)
+    ids_MK = best(p_NTE.flatten(0, -2) if p_NTE.ndim > 2 else p_NTE, top_k)
+    hot_NTE = torch.zeros_like(p_NTE, dtype=torch.int64).scatter_(-1, ids_MK.view(*p_NTE.shape[:-1], top_k), 1)
     if valid_NT is not None:
         hot_NTE, p_NTE = (x.masked_fill(~valid_NT[..., None], 0) for x in (hot_NTE, p_NTE))
     return p_NTE.sum(-2), hot_NTE.sum(-2)
@@ -41,13 +40,7 @@ def _(logits_NTE, valid_NT, top_k, kind):
 
 @torch.library.custom_op("moec::balance_backward", mutates_args=())
 def balance_backward(grad_NE: Tensor, logits_NTE: Tensor, valid_NT: Tensor | None, kind: str) -> Tensor:
-    p_NTE, grad_NTE = probabilities(logits_NTE, kind), grad_NE[..., None, :]
-    grad_NTE = grad_NTE - (grad_NTE * p_NTE).sum(-1, keepdim=True)
-    if kind.startswith("softmax"):
-        grad_NTE = grad_NTE * p_NTE
-    else:  # p = s / sum
-        z_NTE = logits_NTE.to(p_NTE.dtype)
-        grad_NTE = grad_NTE * slope(z_NTE, kind) / (score(z_NTE, kind).sum(-1, keepdim=True) + EPSILON)
+    grad_NTE = probabilities_grad(grad_NE[..., None, :], probabilities(logits_NTE, kind), logits_NTE, kind)
     if valid_NT is not None:
         grad_NTE = grad_NTE.masked_fill(~valid_NT[..., None], 0)
     return grad_NTE.to(logits_NTE.dtype)
@@ -59,11 +52,25 @@ def _(grad_NE, logits_NTE, valid_NT, kind):
 
 
 def probabilities(logits: Tensor, kind: str) -> Tensor:
-    z = logits.to(accumulator(logits.dtype))
+    return normalised(score(logits.to(accumulator(logits.dtype)), kind), kind)
+
+
+def normalised(scores: Tensor, kind: str) -> Tensor:
+    """Probabilities from scores."""
+    if kind == "softmax_pre":
+        return scores
+    if kind == "softmax_post":
+        return scores.softmax(-1)
+    return scores / (scores.sum(-1, keepdim=True) + EPSILON)
+
+
+def probabilities_grad(grad: Tensor, p: Tensor, logits: Tensor, kind: str) -> Tensor:
+    """The gradient of the logits from that of the probabilities."""
+    grad = grad - (grad * p).sum(-1, keepdim=True)
     if kind.startswith("softmax"):
-        return z.softmax(-1)
-    s = score(z, kind)
-    return s / (s.sum(-1, keepdim=True) + EPSILON)
+        return grad * p
+    z = logits.to(p.dtype)  # p = s / sum
+    return grad * slope(z, kind) / (score(z, kind).sum(-1, keepdim=True) + EPSILON)
 
 
 def _setup(ctx, inputs, output) -> None:

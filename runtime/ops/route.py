@@ -26,7 +26,7 @@ from ..errors import MoecError
 from ..route_spec import RouteSpec
 from .drop import dropped
 from .rows import accumulator
-from .scores import EPSILON, score, score_backward
+from .scores import EPSILON, best, score, score_backward
 
 
 @torch.library.custom_op("moec::route", mutates_args=())
@@ -34,18 +34,9 @@ def route(
     logits_TE: Tensor, bias_E: Tensor | None, valid_T: Tensor | None, token_T: Tensor | None, spec: str
 ) -> tuple[Tensor, Tensor]:
     s = RouteSpec.parse(spec)
-    _check(logits_TE, bias_E, valid_T, token_T, s)
-    z_TE = _logits(logits_TE, token_T, s)
-    scores_TE = score(z_TE, s.score)
-    ids_TK = _choose(scores_TE, bias_E, token_T, s)
-    weights_TK = _weights(scores_TE.gather(1, ids_TK), s)
-    if valid_T is not None:
-        ids_TK = ids_TK.masked_fill(~valid_T[:, None], -1)
-        weights_TK = weights_TK.masked_fill(~valid_T[:, None], 0)
-    if s.capacity_factor is not None:
-        gone_TK = dropped(weights_TK, ids_TK, s)
-        return weights_TK.masked_fill(gone_TK, 0), ids_TK.masked_fill(gone_TK, -1)
-    return weights_TK.contiguous(), ids_TK.contiguous()
+    check(logits_TE, bias_E, valid_T, token_T, s)
+    z_TE = routed_logits(logits_TE, token_T, s)
+    return pairs(score(z_TE, s.score), bias_E, valid_T, token_T, s)
 
 
 @route.register_fake
@@ -68,22 +59,8 @@ def route_backward(
     spec: str,
 ) -> Tensor:
     s = RouteSpec.parse(spec)
-    z_TE = _logits(logits_TE, token_T, s)
-    chosen_TK = ids_TK.clamp(min=0)
-    if s.capacity_factor is not None:  # a dropped choice is still in the sum that the others were divided by
-        chosen_TK = _choose(score(z_TE, s.score), bias_E, token_T, s)
-    grad_TK = grad_TK.to(z_TE.dtype).masked_fill(ids_TK < 0, 0) * s.scaling
-    raw_TK = score(z_TE, s.score).gather(1, chosen_TK)
-    if s.score == "softmax_post":
-        raw_TK = raw_TK.softmax(1)
-    if s.normalize and s.top_k > 1:  # w = s / sum
-        total_T1 = raw_TK.sum(1, keepdim=True) + EPSILON
-        grad_TK = (grad_TK - (grad_TK * (raw_TK / total_T1)).sum(1, keepdim=True)) / total_T1
-    if s.score == "softmax_post":
-        grad_TK = raw_TK * (grad_TK - (grad_TK * raw_TK).sum(1, keepdim=True))
-    grad_TE = score_backward(grad_TK, z_TE, chosen_TK, s.score)
-    if valid_T is not None:  # whatever the logits of padding are
-        grad_TE = grad_TE.masked_fill(~valid_T[:, None], 0)
+    z_TE = routed_logits(logits_TE, token_T, s)
+    grad_TE = logits_grad(grad_TK, z_TE, score(z_TE, s.score), bias_E, valid_T, token_T, ids_TK, s)
     return grad_TE.to(logits_TE.dtype)
 
 
@@ -108,7 +85,7 @@ route.register_autograd(_backward, setup_context=_setup)
 # -- steps
 
 
-def _check(logits_TE, bias_E, valid_T, token_T, s: RouteSpec) -> None:
+def check(logits_TE, bias_E, valid_T, token_T, s: RouteSpec) -> None:
     if logits_TE.ndim != 2 or logits_TE.shape[1] != s.num_experts:
         raise MoecError(f"logits {tuple(logits_TE.shape)} for {s.num_experts} experts", where="moec::route")
     T, E = logits_TE.shape
@@ -119,7 +96,51 @@ def _check(logits_TE, bias_E, valid_T, token_T, s: RouteSpec) -> None:
         raise MoecError(f"force={s.force!r} needs the numbers of the tokens", where="moec::route")
 
 
-def _logits(logits_TE: Tensor, token_T: Tensor | None, s: RouteSpec) -> Tensor:
+def pairs(
+    scores_TE: Tensor, bias_E: Tensor | None, valid_T: Tensor | None, token_T: Tensor | None, s: RouteSpec
+) -> tuple[Tensor, Tensor]:
+    """Weights and ids."""
+    ids_TK = choose(scores_TE, bias_E, token_T, s)
+    weights_TK = weigh(scores_TE.gather(1, ids_TK), s)
+    if valid_T is not None:
+        ids_TK = ids_TK.masked_fill(~valid_T[:, None], -1)
+        weights_TK = weights_TK.masked_fill(~valid_T[:, None], 0)
+    if s.capacity_factor is not None:
+        gone_TK = dropped(weights_TK, ids_TK, s)
+        return weights_TK.masked_fill(gone_TK, 0), ids_TK.masked_fill(gone_TK, -1)
+    return weights_TK.contiguous(), ids_TK.contiguous()
+
+
+def logits_grad(
+    grad_TK: Tensor,
+    z_TE: Tensor,
+    scores_TE: Tensor,
+    bias_E: Tensor | None,
+    valid_T: Tensor | None,
+    token_T: Tensor | None,
+    ids_TK: Tensor,
+    s: RouteSpec,
+) -> Tensor:
+    """The gradient of ``z`` from that of the weights."""
+    chosen_TK = ids_TK.clamp(min=0)
+    if s.capacity_factor is not None:  # a dropped choice is still in the sum that the others were divided by
+        chosen_TK = choose(scores_TE, bias_E, token_T, s)
+    grad_TK = grad_TK.to(z_TE.dtype).masked_fill(ids_TK < 0, 0) * s.scaling
+    raw_TK = scores_TE.gather(1, chosen_TK)
+    if s.score == "softmax_post":
+        raw_TK = raw_TK.softmax(1)
+    if s.normalize and s.top_k > 1:  # w = s / sum
+        total_T1 = raw_TK.sum(1, keepdim=True) + EPSILON
+        grad_TK = (grad_TK - (grad_TK * (raw_TK / total_T1)).sum(1, keepdim=True)) / total_T1
+    if s.score == "softmax_post":
+        grad_TK = raw_TK * (grad_TK - (grad_TK * raw_TK).sum(1, keepdim=True))
+    grad_TE = score_backward(grad_TK, z_TE, scores_TE, chosen_TK, s.score)
+    if valid_T is not None:  # whatever the logits of padding are
+        grad_TE = grad_TE.masked_fill(~valid_T[:, None], 0)
+    return grad_TE
+
+
+def routed_logits(logits_TE: Tensor, token_T: Tensor | None, s: RouteSpec) -> Tensor:
     z_TE = logits_TE.to(accumulator(logits_TE.dtype))
     if s.force is None:
         return z_TE
@@ -127,7 +148,7 @@ def _logits(logits_TE: Tensor, token_T: Tensor | None, s: RouteSpec) -> Tensor:
     return _random(token_T, s).to(z_TE.dtype) if s.force == "random" else torch.zeros_like(z_TE)
 
 
-def _choose(scores_TE: Tensor, bias_E: Tensor | None, token_T: Tensor | None, s: RouteSpec) -> Tensor:
+def choose(scores_TE: Tensor, bias_E: Tensor | None, token_T: Tensor | None, s: RouteSpec) -> Tensor:
     if s.force == "round_robin":
         assert token_T is not None
         first_T1 = (token_T % s.num_experts * s.top_k)[:, None]
@@ -136,22 +157,22 @@ def _choose(scores_TE: Tensor, bias_E: Tensor | None, token_T: Tensor | None, s:
     if s.groups > 1:
         # The worst that a kept expert can score is still above −inf.
         by_TE = by_TE.clamp(min=torch.finfo(by_TE.dtype).min).masked_fill(~_kept_groups(by_TE, s), -torch.inf)
-    # torch.topk promises no order among equals.
-    return by_TE.sort(dim=1, descending=True, stable=True)[1][:, : s.top_k].contiguous()
+    return best(by_TE, s.top_k)
 
 
 def _kept_groups(by_TE: Tensor, s: RouteSpec) -> Tensor:
     """bool [T, E]: experts that lie in the best groups of their token."""
     T, size = by_TE.shape[0], s.num_experts // s.groups
     by_TGS = by_TE.reshape(T, s.groups, size)
-    best = {"max": 1, "top2": 2, "topk": s.top_k // s.kept_groups}[s.group_score]
-    group_TG = by_TGS.topk(best, dim=2)[0].sum(2)
-    kept = group_TG.sort(dim=1, descending=True, stable=True)[1][:, : s.kept_groups]
+    summed = {"max": 1, "top2": 2, "topk": s.top_k // s.kept_groups}[s.group_score]
+    first_TG, *rest = by_TGS.topk(summed, dim=2)[0].unbind(2)
+    group_TG = sum(rest, first_TG)  # the largest first, on every device
+    kept = best(group_TG, s.kept_groups)
     mask_TG = torch.zeros_like(group_TG, dtype=torch.bool).scatter_(1, kept, True)
     return mask_TG.repeat_interleave(size, 1)
 
 
-def _weights(chosen_TK: Tensor, s: RouteSpec) -> Tensor:
+def weigh(chosen_TK: Tensor, s: RouteSpec) -> Tensor:
     if s.score == "softmax_post":
         chosen_TK = chosen_TK.softmax(1)
     if s.normalize and s.top_k > 1:
