@@ -23,8 +23,8 @@ from ..errors import MoecError
 from .rows import accumulator, sum_of_rows
 
 
-def _order(x_TH: Tensor, ids_TK: Tensor, num_experts: int, op: str) -> tuple[Tensor, Tensor, Tensor]:
-    """``(token of every kept row, counts_E, row_of_TK)``."""
+def sorted_pairs(x_TH: Tensor, ids_TK: Tensor, num_experts: int, op: str) -> tuple[Tensor, Tensor, Tensor]:
+    """``(pair of every kept row, counts_E, row_of_TK)``; pair t * K + k is choice k of token t."""
     (T, _), K = x_TH.shape, ids_TK.shape[1]
     if ids_TK.shape[0] != T:
         raise MoecError(f"x has {T} tokens but ids has {ids_TK.shape[0]}", where=f"moec::{op}")
@@ -43,23 +43,27 @@ def _order(x_TH: Tensor, ids_TK: Tensor, num_experts: int, op: str) -> tuple[Ten
     kept = int(counts_E.sum())
     row_of_N = torch.full_like(pair_of_N, -1)
     row_of_N[pair_of_N[:kept]] = torch.arange(kept)
-    return pair_of_N[:kept] // max(K, 1), counts_E, row_of_N.view(T, K)
+    return pair_of_N[:kept], counts_E, row_of_N.view(T, K)
+
+
+def _token(pair_N: Tensor, ids_TK: Tensor) -> Tensor:
+    return pair_N.div(max(ids_TK.shape[1], 1), rounding_mode="floor")
 
 
 @torch.library.custom_op("moec::permute", mutates_args=(), device_types="cpu")
 def permute(x_TH: Tensor, ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    token_N, counts_E, row_of_TK = _order(x_TH, ids_TK, num_experts, "permute")
+    pair_N, counts_E, row_of_TK = sorted_pairs(x_TH, ids_TK, num_experts, "permute")
     rows_NH = x_TH.new_empty((ids_TK.numel(), x_TH.shape[1]))
-    kept = token_N.numel()
-    torch.index_select(x_TH, 0, token_N, out=rows_NH[:kept])
+    kept = pair_N.numel()
+    torch.index_select(x_TH, 0, _token(pair_N, ids_TK), out=rows_NH[:kept])
     rows_NH[kept:].zero_()
     return rows_NH, counts_E, row_of_TK
 
 
 @torch.library.custom_op("moec::permute_kept", mutates_args=(), device_types="cpu")
 def permute_kept(x_TH: Tensor, ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    token_N, counts_E, row_of_TK = _order(x_TH, ids_TK, num_experts, "permute_kept")
-    return x_TH.index_select(0, token_N), counts_E, row_of_TK
+    pair_N, counts_E, row_of_TK = sorted_pairs(x_TH, ids_TK, num_experts, "permute_kept")
+    return x_TH.index_select(0, _token(pair_N, ids_TK)), counts_E, row_of_TK
 
 
 @permute.register_fake

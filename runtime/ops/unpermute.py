@@ -18,21 +18,21 @@ from ..errors import MoecError
 from .rows import accumulator, blocks, pair_of_row, sum_of_rows
 
 
-def _check(rows_NH: Tensor, weights_TK: Tensor, row_of_TK: Tensor) -> None:
+def check(rows_NH: Tensor, weights_TK: Tensor, row_of_TK: Tensor, op: str = "unpermute") -> None:
     if weights_TK.shape != row_of_TK.shape:
         raise MoecError(
             f"weights {tuple(weights_TK.shape)} and row_of {tuple(row_of_TK.shape)} differ in shape",
-            where="moec::unpermute",
+            where=f"moec::{op}",
         )
     if row_of_TK.numel() and int(row_of_TK.max()) >= rows_NH.shape[0]:
         raise MoecError(
-            f"row_of names row {int(row_of_TK.max())}, there are {rows_NH.shape[0]}", where="moec::unpermute"
+            f"row_of names row {int(row_of_TK.max())}, there are {rows_NH.shape[0]}", where=f"moec::{op}"
         )
 
 
 @torch.library.custom_op("moec::unpermute", mutates_args=(), device_types="cpu")
 def unpermute(rows_NH: Tensor, weights_TK: Tensor, row_of_TK: Tensor) -> Tensor:
-    _check(rows_NH, weights_TK, row_of_TK)
+    check(rows_NH, weights_TK, row_of_TK)
     wide = accumulator(rows_NH.dtype, weights_TK.dtype)
     return sum_of_rows(rows_NH, row_of_TK, weights_TK, wide)
 
