@@ -6,7 +6,7 @@ Legend: T tokens, E experts, K choices per token.
 -> (weights_TK, ids_TK, tally_[E + 3], probs_E, counts_E)``, what these make of the logits:
 
 * ``weights, ids = route(logits, bias, valid, token, spec)``;
-* ``tally = tally(ids, None, logits, counted, E, score)``: ``counted_T`` (bool) is False for tokens that are not counted.
+* ``tally = tally(ids, None, logits, counted, E, score)``: ``counted_T`` (bool) is False where tokens are not counted.
   Counts are exact; each token's entropy is formed in the dtype of the scores (fp32, fp64 for fp64 logits), where
   ``moec::tally`` forms it in fp64, and summed in fp64;
 * ``probs, counts = balance(logits, counted, K, score)`` where ``balanced``, else both are empty.
@@ -42,7 +42,8 @@ def route_counted(
     s = RouteSpec.parse(spec)
     check(logits_TE, bias_E, valid_T, token_T, s)
     if counted_T is not None and counted_T.shape != logits_TE.shape[:1]:
-        raise MoecError(f"counted {tuple(counted_T.shape)} for {logits_TE.shape[0]} tokens", where="moec::route_counted")
+        found = f"counted {tuple(counted_T.shape)} beside logits {tuple(logits_TE.shape)}"
+        raise MoecError(found, where="moec::route_counted")
     scores_TE, own_TE = _scores(logits_TE, token_T, s)
     weights_TK, ids_TK = pairs(scores_TE, bias_E, valid_T, token_T, s)
     p_TE = normalised(own_TE, s.score)
@@ -113,7 +114,7 @@ def _scores(logits_TE: Tensor, token_T: Tensor | None, s: RouteSpec) -> tuple[Te
 
 
 def _tally(ids_TK: Tensor, entropy_T: Tensor, counted_T: Tensor | None, s: RouteSpec) -> Tensor:
-    E, (T, K) = s.num_experts, ids_TK.shape
+    E, T = s.num_experts, ids_TK.shape[0]
     of_TK, tokens = torch.where(ids_TK < 0, E, ids_TK), torch.tensor(T)
     if counted_T is not None:
         of_TK, tokens = of_TK.masked_fill(~counted_T[:, None], E + 1), counted_T.sum()

@@ -42,14 +42,13 @@ def sum_of_rows(rows_NH: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None, w
     if not (T and N and H and row_of_TK.shape[1]):
         return rows_NH.new_zeros((T, H))
     if rows_NH.dtype == wide and (weights_TK is None or weights_TK.dtype == wide):
-        bags = row_of_TK.contiguous(), None, weights_TK
+        bags, starts = row_of_TK.contiguous(), None
         if int(row_of_TK.min()) < 0:  # bags of different sizes: of token 0 in order of k, then of token 1 …
             there_TK = row_of_TK >= 0
             counts_T = there_TK.sum(1)
-            weights_M = None if weights_TK is None else weights_TK[there_TK]
-            bags = row_of_TK[there_TK], counts_T.cumsum(0) - counts_T, weights_M
-        row_of, offsets, weights = bags
-        return F.embedding_bag(row_of, rows_NH, offsets, mode="sum", per_sample_weights=weights)
+            bags, starts = row_of_TK[there_TK], counts_T.cumsum(0) - counts_T
+            weights_TK = None if weights_TK is None else weights_TK[there_TK]
+        return F.embedding_bag(bags, rows_NH, starts, mode="sum", per_sample_weights=weights_TK)
     y_TH = rows_NH.new_empty((T, H))
     for at in blocks(T, H * wide.itemsize):
         sum_BH = rows_NH.new_zeros((at.stop - at.start, H), dtype=wide)

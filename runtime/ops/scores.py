@@ -1,4 +1,6 @@
-"""Scores of a router, their derivatives, and the best of them (not ops).  Legend: T tokens, E experts, K choices per token, L = K + 1 (at most E).
+"""Scores of a router, their derivatives, and the best of them (not ops).
+
+Legend: T tokens, E experts, K choices per token, L = K + 1 (at most E).
 
 Scores are formed in fp32 (fp64 for fp64 logits), whatever the model's dtype: in bf16 about 6 % of the tokens tie at the
 K-th expert.
