@@ -23,7 +23,7 @@ import ast
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -124,6 +124,18 @@ class Body:
         if not fits or len({widths[h] // n for h, n in parts}) != 1:
             raise MoecError(f"products of {list(widths)} columns do not fit the body {self.text()!r}", where=where)
 
+    def covers(self) -> bool:
+        """Is every column of every product part of exactly one input?"""
+        of: dict[int, list[Input]] = {}
+        for i in self.inputs:
+            if FORMS[i.form] == "h":
+                of.setdefault(i.source, []).append(i)
+        return all(
+            len({(i.form, i.parts) for i in parts}) == 1
+            and sorted(i.index for i in parts) == list(range(parts[0].parts))
+            for parts in of.values()
+        )
+
     # --------------------------------------------------------------------------------------------------- derivative
     @lru_cache(maxsize=256)  # noqa: B019  (bodies are few, and values)
     def derivative(self, value: bool = False) -> Body:
@@ -155,13 +167,14 @@ class Body:
     # ---------------------------------------------------------------------------------------------------------- run
     def run(
         self, products: Sequence[Tensor], rows: Sequence[Tensor] = (), grad: Tensor | None = None, *,
-        buffers: Buffers | None = None,
+        out: Sequence[Tensor] = (), buffers: Buffers | None = None,
     ) -> list[Tensor]:  # fmt: skip
         """The results for ``products`` [N, M] each, ``rows`` [N] each and in a derivative ``grad`` [N, I]: [N, I] each
-        (the gradient of a row: [N]), in the dtype of the products.  With ``buffers`` the results lie in those and hold
-        until the next call."""
+        (the gradient of a row: [N]), in the dtype of the products.  They are written to ``out``, if given.  Steps use
+        the memory of ``buffers``."""
         storage = products[0].dtype
         computing = torch.float64 if storage == torch.float64 else torch.float32
+        shape = products[0].shape[0], self.width([h.shape[1] for h in products])
         values: dict[Operand, Tensor] = {}
         for i in self.inputs:
             if i.form == "grad":
@@ -170,21 +183,41 @@ class Body:
             else:
                 source = rows[i.source][:, None] if i.form == "row" else i.of(products[i.source])
             values[i.name] = source.to(computing)
-        shape = products[0].shape[0], self.width([h.shape[1] for h in products])
-        for n, s in enumerate(self.steps):
+        goal = dict(zip(self.results, out, strict=True)) if out and storage == computing else {}
+        for s, slot in zip(self.steps, self._slots, strict=True):
             operands = [values[o] if isinstance(o, str) else o for o in s.operands]
             if s.op == ROWSUM:
                 values[s.name] = operands[0].expand(shape).sum(1)  # type: ignore[union-attr]
                 continue
             if s.op == ROUNDED:
                 operands.append(storage)  # type: ignore[arg-type]
-            out = None
-            if buffers is not None and any(isinstance(o, Tensor) and o.shape == shape for o in operands):
-                out = buffers.at(n, shape, computing)
-            values[s.name] = PRIMITIVES[s.op].torch(*operands, out=out)
-        named = [values[r] if isinstance(r, str) else products[0].new_full((), r) for r in self.results]
-        # A vector is the gradient of a row; what does not depend on the columns is spread over them.
-        return [v.to(storage) if v.ndim == 1 else v.to(storage).expand(shape) for v in named]
+            into = None
+            if any(isinstance(o, Tensor) and o.shape == shape for o in operands):
+                into = goal.get(s.name)
+                if into is None and buffers is not None:
+                    into = buffers.at(slot, shape, computing)
+            values[s.name] = PRIMITIVES[s.op].torch(*operands, out=into)
+        results = [values[r] if isinstance(r, str) else products[0].new_full((), r) for r in self.results]
+        if not out:  # a vector is the gradient of a row; what does not depend on the columns is spread over them
+            return [v.to(storage) if v.ndim == 1 else v.to(storage).expand(shape) for v in results]
+        for v, to in zip(results, out, strict=True):
+            if v is not to:
+                to.copy_(v)
+        return list(out)
+
+    @cached_property
+    def _slots(self) -> tuple[int, ...]:
+        """For each step the number of a buffer, free while the step's value is needed."""
+        last: dict[Operand, int] = {o: n for n, s in enumerate(self.steps) for o in s.operands}
+        last |= dict.fromkeys(self.results, len(self.steps))
+        holders: list[Operand] = []
+        slots = []
+        for n, s in enumerate(self.steps):
+            free = (i for i, name in enumerate(holders) if last.get(name, -1) < n)
+            slot = next(free, len(holders))
+            holders[slot : slot + 1] = [s.name]
+            slots.append(slot)
+        return tuple(slots)
 
     def _problems(self) -> list[str]:
         problems, known = [], set()
