@@ -27,6 +27,9 @@ from moec.passes.configure_router import configure_router
 from moec.passes.contract import Pass
 from moec.passes.expand import Unlike, expand, expand_layers
 from moec.passes.fsdp import fsdp
+from moec.passes.fuse_cross_entropy import fuse_cross_entropy
+from moec.passes.fuse_permute import fuse_permute
+from moec.passes.fuse_router import fuse_router
 from moec.passes.joint import JointGraphs, joint_graphs
 from moec.passes.lower import bind, group_keys, lower
 from moec.passes.normalize import normalize
@@ -48,7 +51,8 @@ __all__ = [
 ]  # fmt: skip
 
 PIPELINE: tuple[Pass, ...] = (
-    normalize, raise_moe, raise_router, configure_router, statistics, shard, redundant, bundle, fsdp, units, lower,
+    normalize, raise_moe, raise_router, configure_router, statistics, shard, redundant, bundle, fsdp, units,
+    fuse_router, fuse_permute, fuse_cross_entropy, lower,
 )  # fmt: skip
 
 

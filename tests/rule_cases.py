@@ -130,7 +130,7 @@ def _(d, op):
 
 
 @case("moec.route")
-def _(d, op):
+def _route(d, op):
     E = d.sizes["e"] = d.pick(4, 12)
     if E == 4:
         spec = RouteSpec(E, 2, d.pick(*SCORES))
@@ -141,6 +141,12 @@ def _(d, op):
     d.constants.add(id(bias))
     valid = d.mask("t") if d.pick(True, False) else None
     return op.default, (d.x("t e"), bias, valid, d.ids("t", 99) if spec.force else None, spec.text())
+
+
+@case("moec.route_counted")
+def _(d, op):
+    _, (*given, spec) = _route(d, op)
+    return op.default, (*given, d.mask("t") if d.pick(True, False) else None, spec, d.pick(True, False))
 
 
 @case("moec.drop")
@@ -574,6 +580,20 @@ def _(d, op):
 def _(d, op):
     d.sizes["v"] = d.pick(12, 24)
     return op.default, (d.x(d.pick("a b v", "a v", "v")), d.pick(4, 12, 2, 3))
+
+
+@case("moec.logsumexp_pick")
+def _(d, op):
+    V = d.sizes["v"] = d.pick(12, 24)
+    lead = d.pick("a b", "a", "")
+    return op.default, (d.x(f"{lead} v"), torch.arange(V), d.ids(f"{lead} 1", V + 2), d.pick(4, 12, 2, 3))
+
+
+@case("moec.cross_entropy")
+def _(d, op):
+    labels = d.ids("n", d.size("c"))
+    labels[0] = -100
+    return op.default, (d.x("n c"), labels, -100, d.pick(0.0, 0.25), d.pick(0, 1, 2))
 
 
 @case("aten.index")

@@ -24,6 +24,11 @@ def _permute(w, node, x_TH, ids_TK, num_experts):
     return rows, w.einsum("t_->_", ids_TK), w.einsum("t_->t_", ids_TK)
 
 
+def _permute_aligned(w, node, x_TH, ids_TK, *_):
+    rows, counts, row_of = _permute(w, node, x_TH, ids_TK, None)
+    return rows, w.einsum("th,t_->t_", x_TH, ids_TK), counts, row_of
+
+
 def _unpermute(w, node, rows_NH, weights_TK, row_of_TK):
     _, choices = w.dims(row_of_TK)
     if not choices:
@@ -157,6 +162,31 @@ def _tally(w, node, *xs):
     return w.einsum(",".join("t" + "_" * (x.ndim - 1) for x in given) + "->_", *given)
 
 
+def _route_counted(w, node, logits_TE, bias_E, valid_T, token_T, counted_T, spec, balanced):
+    pairs, _ = _route(w, node, logits_TE, bias_E, valid_T, token_T, spec)
+    given = [x for x in (logits_TE, valid_T, token_T, counted_T) if x is not None]
+    terms = ",".join("t" + "_" * (x.ndim - 1) for x in given)
+    sums = w.einsum((terms if _alone(spec) else terms.replace("t", "_")) + "->_", *given)
+    return pairs, pairs, sums, sums, sums
+
+
+def _unpermute_add(w, node, addends, rows_NH, weights_TK, row_of_TK):
+    y = _unpermute(w, node, rows_NH, weights_TK, row_of_TK)
+    each = tuple(range(1 + len(addends)))
+    return w.einsum(",".join(["th"] * len(each)) + "->th", y, *addends, linear_in=(each,))
+
+
+def _logsumexp_pick(w, node, x_V, numbers_V, ids_1, blocks):
+    total = w.einsum("...v->...", x_V, linear_in=(0,))
+    return _blocked_logsumexp(w, node, x_V), _pick(w, node, x_V, numbers_V, ids_1), total
+
+
+def _cross_entropy(w, node, logits_NV, labels_N, ignore, smoothing, reduction):
+    lse = w.einsum("n_,n->n", logits_NV, labels_N)
+    each = {0: "n_,n->n", 1: "__,_->", 2: "n_,n->"}[reduction]
+    return w.einsum(each, logits_NV, labels_N), lse
+
+
 def _alone(spec: str) -> bool:
     """Whether no token competes with one that may be elsewhere."""
     fields = json.loads(spec)
@@ -172,6 +202,9 @@ MOEC: dict[str, Callable] = {
     "moec.destinations": _destinations, "moec.place_rows": _place_rows, "moec.add_rows": _add_rows,
     "moec.blocked_logsumexp": _blocked_logsumexp, "moec.boundary": _own_rows, "moec.route": _route, "moec.drop": _drop,
     "moec.balance": _balance, "moec.inject": _inject, "moec.tally": _tally,
+    "moec.route_counted": _route_counted, "moec.unpermute_add": _unpermute_add,
+    "moec.permute_aligned": _permute_aligned,
+    "moec.logsumexp_pick": _logsumexp_pick, "moec.cross_entropy": _cross_entropy,
     "moec.pack": pack, "moec.unpack": unpack,
 }  # fmt: skip
 

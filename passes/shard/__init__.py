@@ -349,6 +349,9 @@ class Sharder:
         elif name == "moec.blocked_logsumexp":
             x, blocks = node.args
             node.args = (x, self._local(blocks, node.meta["types"], len(shape(node)) - 1, node))
+        elif name == "moec.logsumexp_pick":
+            *given, blocks = node.args
+            node.args = (*given, self._local(blocks, node.meta["types"][0], len(shape(given[0])) - 1, node))
         elif name == "aten.conv1d" and (n := self.shards(node.meta["types"], len(shape(node)) - 2)) > 1:
             node.args = (*node.args[:6], node.args[6] // n)  # depthwise: each rank convolves its own channels
         else:

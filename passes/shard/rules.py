@@ -129,11 +129,14 @@ _RULES: dict[str, Callable[[fx.Node], Rule]] = {
     # over a vocabulary in parts (see vocab.py): a part of the numbers gives a part of the sum
     "moec.lookup": einsum("v h, v, ... -> ... h"), "moec.pick": einsum("... v, v, ... k -> ... k"),
     "moec.blocked_logsumexp": einsum("... v -> ... v", carries="none"),
+    "moec.logsumexp_pick": einsum("... v, v, ... k -> ... v, ... k, ...", carries="none"),
+    "moec.cross_entropy": one.fused_cross_entropy_,
     "moec.boundary": pointwise("linear"),
     # creation
     **{f"aten.{n}": one.creation_ for n in _CREATION},
     # routers: tokens are independent, except where they compete for places
-    "moec.route": one.route_, "moec.drop": one.drop_, "moec.tally": one.tally_,
+    "moec.route": one.route_, "moec.route_counted": one.route_counted_,
+    "moec.drop": one.drop_, "moec.tally": one.tally_,
     "moec.balance": einsum("... t !e, ... t -> ... e, ... e", carries="none"), "moec.inject": one.inject_,
     # experts (rows are ragged over ep and edp: see experts.py; these lines hold for etp)
     "moec.grouped_mm": einsum("!t k, !e k m, !e -> !t m"),

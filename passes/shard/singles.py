@@ -190,6 +190,12 @@ def cross_entropy_(node: fx.Node) -> Rule:
     return Rule(tuple(ops), (each if mode == 0 else (),), frozenset(names if mode == 1 else "c"))
 
 
+def fused_cross_entropy_(node: fx.Node) -> Rule:
+    """``moec::cross_entropy``: logits [n c], labels [n] -> the loss, [n] or its sum, and [n]."""
+    mode = node.args[4]
+    return Rule((("n", "c"), ("n",)), (("n",) if mode == 0 else (), ("n",)), frozenset("nc" if mode == 1 else "c"))
+
+
 def norm_(node: fx.Node) -> Rule:
     """layer_norm and rms_norm: the normalised (trailing) dims are blocked; weight and bias have only those."""
     x = operands(node)[0]
@@ -339,6 +345,14 @@ def tally_(node: fx.Node) -> Rule:
     """Choices [t k], then, each where it is given, those kept [t k], logits [t e], padding [t] -> sums over tokens."""
     given = zip((("t", "k"), ("t", "k"), ("t", "e"), ("t",)), node.args[:4], strict=True)
     return Rule(tuple(dims for dims, x in given if x is not None), ((None,),), frozenset({"k", "e"}))
+
+
+def route_counted_(node: fx.Node) -> Rule:
+    """As ``route_``, then which tokens count [t] -> pairs [t k], and sums over tokens."""
+    given = zip((("t", "e"), ("e",), ("t",), ("t",), ("t",)), node.args[:5], strict=True)
+    ops: tuple[Dims, ...] = tuple(dims for dims, x in given if x is not None)
+    results: tuple[Dims, ...] = (("t", "k"), ("t", "k"), (None,), (None,), (None,))
+    return Rule(ops, results, _competing(node.args[5]) | {"e", "k"})
 
 
 def drop_(node: fx.Node) -> Rule:

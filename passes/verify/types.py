@@ -23,12 +23,13 @@ from moec.runtime.errors import MoecError
 
 BY_THE_TABLE = {
     "moec.boundary", "moec.lookup", "moec.pick", "moec.blocked_logsumexp", "moec.route", "moec.drop",
-    "moec.balance", "moec.inject", "moec.tally",
+    "moec.balance", "moec.inject", "moec.tally", "moec.route_counted", "moec.logsumexp_pick", "moec.cross_entropy",
 }  # fmt: skip
 """Ops of ours that are no expert dialect: their factor rules say all."""
 
 TOKENS = {
-    "moec.permute", "moec.permute_kept", "moec.slots", "moec.unpermute", "moec.place_rows", "moec.add_rows",
+    "moec.permute", "moec.permute_kept", "moec.permute_aligned", "moec.slots", "moec.unpermute", "moec.unpermute_add",
+    "moec.place_rows", "moec.add_rows",
 }  # fmt: skip
 """Between tokens and rows; the last operand has a line for each token."""
 
@@ -43,7 +44,7 @@ def check_types(program: Program) -> None:
             if node.op == "placeholder" and node.name in program.params:
                 _check_param(program, node)
         elif node.op == "call_function" and node.meta.get("types") is not None:
-            derived[node] = _derive(program, node, derived)
+            derived[node] = derive(program, node, derived)
             _agree(node, derived[node], node.meta["types"])
         elif node.op == "output":
             counted = {s.index for s in program.statistics.values()}
@@ -69,7 +70,8 @@ def _check_param(program: Program, node: fx.Node) -> None:
             )
 
 
-def _derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
+def derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
+    """The types of what ``node`` yields, from those of its operands.  Raises MoecError where it is ill typed."""
     if is_getitem(node):
         return derived[node.args[0]][node.args[1]]
     if is_wait(node.target):
@@ -182,6 +184,7 @@ def _moe(program: Program, node: fx.Node, name: str, types: list[Types]) -> Type
     for axis in program.mesh.axes:
         a, etp = axis.name, axis.expert == "etp"
         on = [t[a] for t in types]
+        added = [on.pop(0) for _ in node.args[0]] if name == "moec.unpermute_add" else []
         if name in TOKENS:
             # Tokens are distinct over ep and edp, in whatever order the rows lie: the same order for all operands.
             # Those that came from other ranks are ragged.
@@ -189,7 +192,7 @@ def _moe(program: Program, node: fx.Node, name: str, types: list[Types]) -> Type
             require(tokens, (R,) if etp else (S(0, tokens.parts), V), a)
             # All ranks of ep may have the same tokens, and each the ids of its own experts.
             alike = (tokens, R) if tokens == V and axis.expert == "ep" else (tokens,)
-            if name in ("moec.permute", "moec.permute_kept", "moec.slots"):
+            if name in ("moec.permute", "moec.permute_kept", "moec.permute_aligned", "moec.slots"):
                 require(on[0], alike, a)
                 out[a] = R if etp else V
             elif name == "moec.place_rows":
@@ -198,11 +201,13 @@ def _moe(program: Program, node: fx.Node, name: str, types: list[Types]) -> Type
             else:
                 require(on[0], (R, P, I) if etp else (V,), a)
                 out[a] = on[0] if etp else tokens
-            if name == "moec.unpermute":
+            if name in ("moec.unpermute", "moec.unpermute_add"):
                 # Rows that a body has summed over etp already are weighted by what is invariant too.
-                require(on[1], (I,) if on[0] == I and node.args[1].meta["grad"] else alike, a)
+                require(on[1], (I,) if on[0] == I and node.args[-2].meta["grad"] else alike, a)
                 if tokens == V and on[1] == R:  # each rank adds the pairs of its own experts
                     out[a] = P
+            for x, t in zip(node.args[0] if added else (), added, strict=True):
+                require(t, (out[a],) if x.meta["grad"] else (out[a], R if out[a] == I else out[a]), a)
             row_of[a] = tokens
         elif name == "moec.destinations":
             require(on[0], (R,) if etp else (S(0, on[0].parts), V), a)
@@ -240,6 +245,8 @@ def _moe(program: Program, node: fx.Node, name: str, types: list[Types]) -> Type
             out[a] = on[0]
     if name in ("moec.permute", "moec.permute_kept"):
         return [out, out, row_of]
+    if name == "moec.permute_aligned":
+        return [out, out, out, row_of]
     if name == "moec.slots":
         return [out, row_of]
     return out
