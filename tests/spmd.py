@@ -20,7 +20,10 @@ from moec.passes import manager
 from moec.plan import Plan
 from moec.program import Program
 
-STAGES = ("captured", "normalize", "raise_moe", "raise_router", "statistics", "shard", "redundant", "bundle", "lower")
+STAGES = (
+    "captured", "normalize", "raise_moe", "raise_router", "statistics", "shard", "redundant", "bundle",
+    "fuse_router", "fuse_permute", "fuse_cross_entropy", "lower",
+)  # fmt: skip
 """What is observed of a plan without options."""
 HIDDEN, WIDTH, VOCAB = 12, 24, 19
 HEADS, HEAD_DIM = 12, 3
