@@ -41,6 +41,7 @@ from moec.passes.shard import shard
 from moec.passes.shard.custom import sharding_rule
 from moec.passes.statistics import statistics
 from moec.passes.units import units
+from moec.passes.use_transformer_engine import use_transformer_engine
 from moec.plan import Plan
 from moec.preflight import agree, digest
 from moec.program import Program
@@ -53,7 +54,7 @@ __all__ = [
 
 PIPELINE: tuple[Pass, ...] = (
     normalize, raise_moe, raise_router, configure_router, statistics, shard, redundant, bundle, fsdp, units,
-    fuse_router, fuse_permute, fuse_cross_entropy, lower,
+    use_transformer_engine, fuse_router, fuse_permute, fuse_cross_entropy, lower,
 )  # fmt: skip
 
 

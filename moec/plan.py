@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from moec.program import Program
 
 STYLES = ("column", "row", "replicate")
-BACKENDS = ("eager",)
+BACKENDS = ("eager", "te")
 OUTPUTS = ("sharded", "full", "drop")
 DISPATCHERS = ("auto", "alltoall", "allgather", "dedup", "hierarchical", "static")
 DEGREES = ("dp", "cp", "tp", "ep", "etp")
@@ -100,6 +100,8 @@ class Plan:
     """Compute what belongs together in one op (the experts of a block: gather, products, activation, weighted sum)
     where a pass finds it spelled so; what is declined stands in ``why_not``.  False: op by op."""
     backend: str = "eager"
+    """Who computes routers, permutations and the experts' products: ``eager`` moec; ``te`` Transformer Engine, where it
+    can express them (the rest is moec's and stands in ``why_not``), an error where it cannot be imported."""
 
     # ------------------------------------------------------------------------------------------- dict and YAML
     def to_dict(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from moec.runtime.errors import MoecError
 
 def rule_for(node: fx.Node) -> Rule:
     """The factor rule of a ``call_function`` node, for its recorded (global) shapes."""
-    maker = _RULES.get(op_name(node)) or declared_rule(node)
+    maker = _RULES.get(op_name(node).replace("moec_te.", "moec.")) or declared_rule(node)
     if maker is None:
         raise MoecError(
             f"no sharding rule for {node.target} (node {node.name})",

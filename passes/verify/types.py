@@ -76,7 +76,8 @@ def derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
         return derived[node.args[0]][node.args[1]]
     if is_wait(node.target):
         return derived[node.args[0]]
-    entry, name = collective(node.target), op_name(node)
+    # Transformer Engine's ops are typed as those that they stand for.
+    entry, name = collective(node.target), op_name(node).replace("moec_te.", "moec.")
     if entry is not None and entry.kind in CONVERSIONS:
         return _convert(program, node, derived[node.args[0]], entry)
     ops = operands(node)
