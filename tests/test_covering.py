@@ -85,6 +85,7 @@ def test_each_model_under_one_plan(i: int, family: str) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world", [4, 8])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_model_under_every_plan(family: str, world: int) -> None:
