@@ -3,7 +3,7 @@
     python benchmarks/collectives.py [--models mixtral qwen3_moe] [--only "tp 4"] [--json]
 
 Four gloo processes train a tiny model (float32) for one step on the same global batch, once with each contender of
-``peers.py``.  torch's profiler records every ``c10d`` operation of that step on rank 0 (the second step, so that
+``contenders.py``.  torch's profiler records every ``c10d`` operation of that step on rank 0 (the second step, so that
 nothing is counted that happens once), whoever issued it and through whichever interface; nothing is excluded.  *Bytes*
 are tensor bytes on one rank: the larger of what goes in and what comes out.  *MFLOP a token* are the matrix products of
 rank 0 over the tokens of the global batch: a peer that computes on all ranks what one could do alone pays there.
@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peers import CONTENDERS, RIVALS, Contender
+from contenders import CONTENDERS, RIVALS, Contender
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,193 +1,158 @@
-"""The contenders of ``collectives.py``: each lays one Hugging Face model out over the ranks and runs a training step.
+"""Time of one training step beside peers: data parallelism 2 × expert parallelism 2 on two gloo processes.
 
-A contender is made by ``CONTENDERS[name](source, path)`` on every rank: ``source`` is the untouched model, ``path`` a
-folder with the same model as Hugging Face saves it.  ``step(batch)`` takes the global batch, runs forward and backward
-on this rank's share and returns the loss; ``grads()`` gives full gradients by original name (collective).
+    python benchmarks/peers.py [--models mixtral qwen3_moe] [--rounds 15] [--json]
 
-torch's own peers are what a careful user writes with ``parallelize_module`` and ``fully_shard``: attention, embedding
-and head by torch's styles, the loss by ``loss_parallel``; for stacked experts torch has no style, so ``_ExpertsOverTp``
-shards their width and sums once.
+Two processes with one thread each train tiny 4-layer models (those of ``collectives.py``, float32, four sequences of
+128 tokens a rank).  All contenders live in the same processes and take turns, in an order that moves on by one every
+round; a figure is the median over rounds of the slower rank's time.  A step is forward, backward and dropping the
+gradients; the optimizer's own work, the same for all, is not in it.  Every contender's loss must be the single
+device's.
+
+* ``moec``: ``Plan(dp=2, ep=2)``; ``moec, fsdp``: the same with ``fsdp=True``, the memory of Hugging Face's setup.
+* ``Hugging Face``: ``DistributedConfig(fsdp_size=2, ep_size=2)``.
+* ``AutoEP``: DeepSpeed, ``autoep_size`` 2, the rest as copies; only where deepspeed is installed (the extra ``bench``),
+  null otherwise, with the reason in ``ms``.
+
+The last line with ``--json`` is ``{"setup": …, "cases": [{"model", "ranks", "vs_hf", "vs_autoep", "vs_hf_fsdp",
+"ms"}]}``: moec's time over the peer's (``vs_hf_fsdp``: of ``moec, fsdp``).
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+import argparse
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
 from functools import partial
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    loss_parallel,
-    parallelize_module,
-)
-from transformers import AutoModelForCausalLM
-from transformers.distributed import DistributedConfig
+from collectives import LENGTH, MODELS, TINY, batch_of, build
+from contenders import Contender, auto_ep, hugging_face, with_moec
 
-import moec
-
-Batch = dict[str, Tensor]
-
-
-@dataclass
-class Contender:
-    model: nn.Module
-    step: Callable[[Batch], Tensor]
-    grads: Callable[[], dict[str, Tensor | None]]
-
-
-def share(batch: Batch, dp: int, tp: int) -> Batch:
-    """This rank's slice: ranks are (dp, tp), row-major."""
-    return {k: v.chunk(dp)[dist.get_rank() // tp] for k, v in batch.items()}
-
-
-def _backward(model: nn.Module, batch: Batch) -> Tensor:
-    loss = model(**batch).loss
-    loss.backward()
-    return loss.detach()
-
-
-# -- torch
-
-
-class _ExpertsOverTp(ParallelStyle):
-    """Stacked experts, every expert's width sharded: gate_up ``[E, 2I, H]`` half by half, down ``[E, H, I]``."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        rank, size = device_mesh.get_local_rank(), device_mesh.size()
-        halves = [half.chunk(size, 1)[rank] for half in module.gate_up_proj.detach().chunk(2, 1)]
-        module.gate_up_proj = nn.Parameter(torch.cat(halves, 1).clone())
-        module.down_proj = nn.Parameter(module.down_proj.detach().chunk(size, 2)[rank].clone())
-
-        def partial_gradient(module: nn.Module, args: tuple) -> tuple:
-            return tuple(
-                DTensor.from_local(a, device_mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
-                if a.is_floating_point()
-                else a
-                for a in args
-            )
-
-        def summed(module: nn.Module, args: tuple, out: Tensor) -> Tensor:
-            return DTensor.from_local(out, device_mesh, [Partial()], run_check=False).full_tensor()
-
-        module.register_forward_pre_hook(partial_gradient)
-        module.register_forward_hook(summed)
-        return module
-
-
-def torch_tp(source: nn.Module, path: str, tp: int) -> Contender:
-    mesh = init_device_mesh("cpu", (tp,))
-    model = copy.deepcopy(source)
-    plan: dict[str, ParallelStyle] = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
-        "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-        "model.layers.*.self_attn.q_proj": ColwiseParallel(),
-        "model.layers.*.self_attn.k_proj": ColwiseParallel(),
-        "model.layers.*.self_attn.v_proj": ColwiseParallel(),
-        "model.layers.*.self_attn.o_proj": RowwiseParallel(),
-        "model.layers.*.mlp.experts": _ExpertsOverTp(),
-    }
-    parallelize_module(model, mesh, plan)
-
-    def step(batch: Batch) -> Tensor:
-        out = model(input_ids=batch["input_ids"])
-        with loss_parallel():
-            logits, labels = out.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
-            loss = F.cross_entropy(logits, labels)
-            total = loss.full_tensor() if isinstance(loss, DTensor) else loss
-            if out.aux_loss is not None:
-                total = total + model.router_aux_loss_coef * out.aux_loss
-            total.backward()
-        return total.detach()
-
-    def grads() -> dict[str, Tensor | None]:
-        found: dict[str, Tensor | None] = {}
-        for name, p in model.named_parameters():
-            g = p.grad
-            if isinstance(g, DTensor):
-                g = g.full_tensor()
-            elif g is not None and ".experts." in name:
-                parts = [torch.empty_like(g) for _ in range(tp)]
-                dist.all_gather(parts, g.contiguous(), group=mesh.get_group())
-                if name.endswith("gate_up_proj"):
-                    g = torch.cat([x.chunk(2, 1)[half] for half in range(2) for x in parts], 1)
-                else:
-                    g = torch.cat(parts, 2)
-            found[name] = g
-        return found
-
-    return Contender(model, step, grads)
-
-
-def torch_fsdp(source: nn.Module, path: str, dp: int) -> Contender:
-    mesh = init_device_mesh("cpu", (dp,))
-    model = copy.deepcopy(source)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return Contender(model, lambda batch: _backward(model, share(batch, dp, 1)), lambda: _full_grads(model))
-
-
-def _full_grads(model: nn.Module) -> dict[str, Tensor | None]:
-    return {n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for n, p in model.named_parameters()}
-
-
-# -- Hugging Face
-
-
-def hugging_face(source: nn.Module, path: str, tp: int = 1, fsdp: int = 1, **config: Any) -> Contender:
-    setup = DistributedConfig(tp_size=tp, fsdp_size=fsdp, **config)
-    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=setup, dtype=torch.float32)
-    model.train()
-    return Contender(model, lambda batch: _backward(model, share(batch, fsdp, tp)), lambda: _full_grads(model))
-
-
-# -- moec
-
-
-def with_moec(source: nn.Module, path: str, **plan: Any) -> Contender:
-    model = moec.parallelize(source, moec.Plan(outputs={"logits": "drop"}, **plan))
-    return Contender(
-        model, lambda batch: _backward(model, moec.shard_batch(batch, model)), lambda: moec.full_grads(model)
-    )
-
-
-CONTENDERS: dict[str, Callable[[nn.Module, str], Contender]] = {
-    "torch parallelize_module, tp 4": partial(torch_tp, tp=4),
-    "Hugging Face, tp 4": partial(hugging_face, tp=4),
-    "moec, tp 4": partial(with_moec, tp=4),
-    "torch fully_shard, fsdp 4": partial(torch_fsdp, dp=4),
-    "Hugging Face, fsdp 4": partial(hugging_face, fsdp=4),
-    "moec, fsdp 4": partial(with_moec, dp=4, fsdp=True, ep=1),
-    "Hugging Face, fsdp 2, tp 2": partial(hugging_face, tp=2, fsdp=2),
-    "moec, fsdp 2, tp 2": partial(with_moec, dp=2, tp=2, fsdp=True, etp=2),
-    "Hugging Face, tp 4, ep 4, all-to-all": partial(hugging_face, tp=4, ep_size=4, ep_implementation="all_to_all"),
-    "Hugging Face, tp 4, ep 4, all-reduce": partial(hugging_face, tp=4, ep_size=4, ep_implementation="all_reduce"),
-    "moec, tp 4, ep 4": partial(with_moec, tp=4, ep=4),
-    "Hugging Face, fsdp 4, ep 4, all-to-all": partial(hugging_face, fsdp=4, ep_size=4, ep_implementation="all_to_all"),
-    "moec, fsdp 4, ep 4": partial(with_moec, dp=4, fsdp=True, ep=4),
-    "Hugging Face, fsdp 2, tp 2, ep 4, all-to-all": partial(
-        hugging_face, tp=2, fsdp=2, ep_size=4, ep_implementation="all_to_all"
-    ),
-    "moec, fsdp 2, tp 2, ep 4": partial(with_moec, dp=2, tp=2, fsdp=True, ep=4),
+RANKS = 2
+CONTENDERS = {
+    "moec": partial(with_moec, dp=2, ep=2),
+    "moec, fsdp": partial(with_moec, dp=2, ep=2, fsdp=True),
+    "Hugging Face": partial(hugging_face, fsdp=2, ep_size=2),
+    "AutoEP": partial(auto_ep, ep=2),
 }
+WARM_UP = 3
 
-RIVALS = {
-    "moec, tp 4": ["torch parallelize_module, tp 4", "Hugging Face, tp 4"],
-    "moec, fsdp 4": ["torch fully_shard, fsdp 4", "Hugging Face, fsdp 4"],
-    "moec, fsdp 2, tp 2": ["Hugging Face, fsdp 2, tp 2"],
-    "moec, tp 4, ep 4": ["Hugging Face, tp 4, ep 4, all-to-all"],
-    "moec, fsdp 4, ep 4": ["Hugging Face, fsdp 4, ep 4, all-to-all"],
-    "moec, fsdp 2, tp 2, ep 4": ["Hugging Face, fsdp 2, tp 2, ep 4, all-to-all"],
-}
-"""Whose bytes (and, beside Hugging Face, whose number of collectives) must not be exceeded by whom."""
+
+def run_rank(a: argparse.Namespace) -> None:
+    dist.init_process_group("gloo")
+    results = {}
+    for name in a.models:
+        source = build(name, False)
+        batch = batch_of(source.config.vocab_size)
+        loss = float(source(**batch).loss)
+        folder = Path(a.folder, name)
+        if dist.get_rank() == 0:
+            source.save_pretrained(folder)
+        dist.barrier()
+        results[name] = measure(source, str(folder), batch, loss, a.rounds)
+    if dist.get_rank() == 0:
+        Path(a.folder, "results.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+def measure(source, folder: str, batch, loss: float, rounds: int) -> dict[str, Any]:
+    """contender -> its median time in ms, or why there is none."""
+    out: dict[str, Any] = {}
+    ready: dict[str, Contender] = {}
+    for title, make in CONTENDERS.items():
+        try:
+            ready[title] = make(source, folder)
+            got = [float(ready[title].step(batch)) for _ in range(WARM_UP)]
+        except Exception as e:  # a peer that cannot do it is a result; both ranks run into it alike
+            ready.pop(title, None)
+            out[title] = f"{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ''}"
+            continue
+        mean = torch.tensor(got[0])
+        dist.all_reduce(mean)  # peers return their own rank's loss
+        if abs(float(mean) / RANKS - loss) > 1e-4 * loss:
+            raise SystemExit(f"{title}: loss {float(mean) / RANKS}, single device {loss}")
+    times: dict[str, list[float]] = {title: [] for title in ready}
+    titles = list(ready)
+    for i in range(rounds):
+        for title in titles[i % len(titles) :] + titles[: i % len(titles)]:
+            times[title].append(timed(ready[title], batch))
+    return out | {title: 1e3 * median(t) for title, t in times.items()}
+
+
+def timed(contender: Contender, batch) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    contender.step(batch)
+    contender.model.zero_grad()
+    took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return float(took)
+
+
+# -- the parent
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--models", nargs="+", choices=sorted(MODELS), default=list(MODELS))
+    p.add_argument("--rounds", type=int, default=15)
+    p.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    p.add_argument("--folder", help=argparse.SUPPRESS)
+    a = p.parse_args()
+    if "RANK" in os.environ:
+        warnings.filterwarnings("ignore")
+        logging.disable(logging.WARNING)
+        torch.set_num_threads(1)
+        run_rank(a)
+        return
+    results: dict[str, Any] = {}
+    for name in a.models:  # processes of its own for each model: what gloo leaves behind slows down what comes after
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+            command += [__file__, "--folder", folder, "--rounds", str(a.rounds), "--models", name]
+            subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+            results |= json.loads(Path(folder, "results.json").read_text())
+    cases = [case(name, rows) for name, rows in results.items()]
+    show(results, cases)
+    if a.json:
+        setup = {
+            "torch": torch.__version__, "machine": platform.machine(), "cores": os.cpu_count(), "length": LENGTH,
+            "rounds": a.rounds, "sizes": TINY | {n: MODELS[n] for n in a.models},
+        }  # fmt: skip
+        print(json.dumps({"setup": setup, "cases": cases}))
+
+
+def case(name: str, rows: dict[str, Any]) -> dict[str, Any]:
+    def ratio(ours: str, rival: str) -> float | None:
+        return None if isinstance(rows[rival], str) else rows[ours] / rows[rival]
+
+    return {
+        "model": name, "ranks": RANKS, "vs_hf": ratio("moec", "Hugging Face"), "vs_autoep": ratio("moec", "AutoEP"),
+        "vs_hf_fsdp": ratio("moec, fsdp", "Hugging Face"), "ms": rows,
+    }  # fmt: skip
+
+
+def show(results: dict[str, Any], cases: list[dict[str, Any]]) -> None:
+    print(f"torch {torch.__version__}, {RANKS} gloo processes, one thread each; ms of a step, medians\n")
+    for name, rows in results.items():
+        for title, ms in rows.items():
+            print(f"  {name:<12} {title:<14} {ms if isinstance(ms, str) else f'{ms:8.1f}'}")
+    print()
+    for c in cases:
+        figures = {k: c[k] for k in ("vs_hf", "vs_hf_fsdp", "vs_autoep")}
+        print(f"  {c['model']:<12}", *(f"{k} {'-' if v is None else f'{v:.2f}'}" for k, v in figures.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -166,7 +166,7 @@ def test_family_under_every_plan(family: str, plan: tuple[int, int, int, int]) -
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_with_options(family: str, plan: Plan) -> None:
     try:
-        program = sharded(family, plan, layers=1, stage="units" if plan.fsdp else "bundle")
+        program = sharded(family, plan, layers=2, stage="units" if plan.fsdp else "bundle")
     except MoecError as refused:
         pytest.skip(f"refused: {refused.message}")  # a width that the degrees do not divide; test_covering.py has those
     witness(program)
