@@ -7,7 +7,7 @@ nowhere else.  When a new torch breaks moec, this is the file to look at.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import sympy
 import torch
@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import _register_work, _resolve_process_group
 from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import LocalSource
+from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -44,6 +45,23 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 # torch 2.13 renamed the two flat collectives and warns about the old names.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def kernel(op: str, device_type: str) -> Callable | None:
+    """The Python function that a ``torch.library.custom_op`` runs for tensors of a device, None where there is none."""
+    found = OPDEFS[op]._backend_fns
+    return found.get(device_type) or found.get(None)
+
+
+def custom_ops() -> list[str]:
+    """``namespace::name`` of every ``torch.library.custom_op`` there is."""
+    return sorted(OPDEFS)
+
+
+def run_on_cpu_what_runs_on_cuda(op: str) -> None:
+    """CPU tensors get the function that CUDA tensors would: for a dry run through Triton's interpreter."""
+    if op in OPDEFS and (function := kernel(op, "cuda")) is not None:
+        OPDEFS[op].register_kernel("cpu")(function)
 
 
 def wait(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import MoecError
 
 
-@torch.library.custom_op("moec::destinations", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("moec::destinations", mutates_args=(), device_types=("cpu", "cuda"))
 def destinations(ids_TK: Tensor, num_experts: int, ranks: int) -> Tensor:
     if num_experts % ranks:
         raise MoecError(f"{ranks} ranks do not divide {num_experts} experts", where="moec::destinations")
@@ -34,7 +34,7 @@ def _(ids_TK, num_experts, ranks):
     return ids_TK.new_empty((ids_TK.shape[0], min(ids_TK.shape[1], ranks)), dtype=torch.int64)
 
 
-@torch.library.custom_op("moec::own_ids", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("moec::own_ids", mutates_args=(), device_types=("cpu", "cuda"))
 def own_ids(ids_TK: Tensor, numbers_N: Tensor) -> Tensor:
     local_TK = ids_TK - numbers_N[0].to(ids_TK.dtype)
     return torch.where((local_TK >= 0) & (local_TK < numbers_N.shape[0]), local_TK, -1)

@@ -19,7 +19,7 @@ from torch import Tensor
 from .rows import accumulator, take_rows
 
 
-@torch.library.custom_op("moec::place_rows", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("moec::place_rows", mutates_args=(), device_types=("cpu", "cuda"))
 def place_rows(x_TC: Tensor, row_of_TD: Tensor, rows: int) -> Tensor:
     y_NC = x_TC.new_zeros((rows, x_TC.shape[1]))
     token, slot = torch.where(row_of_TD >= 0)
@@ -32,7 +32,7 @@ def _(x_TC, row_of_TD, rows):
     return x_TC.new_empty((rows, x_TC.shape[1]))
 
 
-@torch.library.custom_op("moec::add_rows", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("moec::add_rows", mutates_args=(), device_types=("cpu", "cuda"))
 def add_rows(y_NC: Tensor, row_of_TD: Tensor) -> Tensor:
     x_TC = y_NC.new_zeros((row_of_TD.shape[0], y_NC.shape[1]), dtype=accumulator(y_NC.dtype))
     for d in range(row_of_TD.shape[1]):

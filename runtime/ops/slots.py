@@ -38,7 +38,7 @@ def slots_of(spec: RouteSpec, here: int, tokens: int) -> int:
     return torch.sym_min(here, torch.sym_min(tokens, torch.sym_max(spec.min_capacity, wanted)))
 
 
-@torch.library.custom_op("moec::slots", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("moec::slots", mutates_args=(), device_types=("cpu", "cuda"))
 def slots(x_TH: Tensor, ids_TK: Tensor, tokens: int, spec: str) -> tuple[Tensor, Tensor]:
     s = RouteSpec.parse(spec)
     E, (T, K) = s.num_experts, ids_TK.shape
@@ -55,7 +55,7 @@ def slots(x_TH: Tensor, ids_TK: Tensor, tokens: int, spec: str) -> tuple[Tensor,
     kept_N = order_N[: int(counts_E.sum())]
     expert_N = key_N[kept_N]
     row_of_N = torch.full_like(order_N, -1)
-    row_of_N[kept_N] = expert_N * C + torch.arange(len(kept_N)) - first_E[expert_N]
+    row_of_N[kept_N] = expert_N * C + torch.arange(len(kept_N), device=key_N.device) - first_E[expert_N]
     rows_NH = x_TH.new_zeros((E * C, x_TH.shape[1]))
     rows_NH[row_of_N[kept_N]] = x_TH[kept_N // max(K, 1)]
     return rows_NH, row_of_N.view(T, K)

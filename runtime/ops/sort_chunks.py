@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import MoecError
 
 
-@torch.library.custom_op("moec::sort_chunks", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("moec::sort_chunks", mutates_args=(), device_types=("cpu", "cuda"))
 def sort_chunks(x_NH: Tensor, counts_RE: Tensor, inverse: bool) -> Tensor:
     counts_AB = counts_RE.t() if inverse else counts_RE  # chunks lie A major, and leave B major
     A, B = counts_AB.shape
