@@ -111,10 +111,9 @@ class GroupedGemm:
 
 def pointers(spec: GroupedGemm) -> list[str]:
     """The kernel's arguments in order: offsets, pairs (if any), rows and weights of each product, the caller's own."""
-    found = ["offset_ptr", *(["pair_ptr"] if spec.choices else [])]
-    for p in spec.products:
-        found += [name for name in (p.pointer, *(w.pointer for w in p.weights)) if name not in found]
-    return [*found, *spec.arguments]
+    operands = [name for p in spec.products for name in (p.pointer, *(w.pointer for w in p.weights))]
+    pairs = ["pair_ptr"] if spec.choices else []
+    return list(dict.fromkeys(["offset_ptr", *pairs, *operands, *spec.arguments]))
 
 
 def source(spec: GroupedGemm) -> str:
