@@ -11,7 +11,8 @@ while the group's rows pass by.  A tile
    exists), times a weight [E, D, ·] of any strides; several weights share one pass over the rows, and several passes
    may add to one accumulator;
 3. goes on with the *epilogue*: lines of the caller, which know ``row`` (int64), ``pair`` (if gathered or asked for),
-   ``expert`` (int64), ``column``, ``tile_n``, ``ok`` (what of the tile exists) and the accumulators.
+   ``expert`` (int64), ``column``, ``tile_n``, ``ok`` (what of the tile exists; ``wide`` and ``wide_ok`` where an
+   accumulator is twice as wide) and the accumulators.
 
 Shapes and strides are literals of the source; offsets into tensors are 64-bit.  Groups are given by offsets [E + 1]
 (int32): rows before the first and behind the last belong to nobody.
@@ -26,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .expressions import TRITON, computing
+from .expressions import computing
 from .source import load
-from .template import conjunction, fill, identifiers
+from .template import fill, identifiers, mask, plus, times
 from .tiles import Tile, programs
 
 TEMPLATE = '''"""<title>
@@ -53,10 +54,10 @@ def <name>(<arguments>):
             tile_n = (tile - first) // tiles_m
             row = start + (tile - first) % tiles_m * <block_m> + tl.arange(0, <block_m>)
             column = tile_n * <block_n> + tl.arange(0, <block_n>)
-            ok = <ok>
+            inside = row < end
             row = tl.minimum(row, end - 1).to(tl.int64)
             expert = tl.zeros((), tl.int64) + e
-            <indices>
+            <places>
 
             # 2. Products.
             <products>
@@ -66,34 +67,40 @@ def <name>(<arguments>):
             tile += tl.num_programs(0)
         first += tiles_m * <tiles_n>
 '''
-NAMES = identifiers(TEMPLATE) | {"k", "step", "a", "b", "a_tile", "source", "pair", "zero"}
+NAMES = identifiers(TEMPLATE) | {"k", "step", "a", "a_tile", "b_tile", "source", "pair", "wide", "wide_ok", "ok"}
 
 
 @dataclass(frozen=True)
 class Weight:
-    """``weight[expert, :, columns]`` -> an accumulator.  ``columns`` is an expression, or of ``step`` 2 the expression
-    of twice as many columns (an accumulator twice as wide)."""
+    """``weight[expert, :, columns]`` -> an accumulator, where ``columns`` is an expression of ``column``; or ``wide``, all
+    of twice as many columns side by side (an accumulator twice as wide)."""
 
     pointer: str
     accumulator: str
     strides: tuple[int, int, int]
     columns: str = "column"
-    step: int = 1
+
+    @property
+    def parts(self) -> int:
+        return 2 if self.columns == "wide" else 1
 
 
 @dataclass(frozen=True)
 class Product:
-    """Rows of ``depth`` columns, times weights that share the pass over them."""
+    """Rows ``pointer[:, offset : offset + depth]`` (``stride`` from row to row), times weights that share the pass over
+    them."""
 
     pointer: str
     depth: int
     weights: tuple[Weight, ...]
+    stride: int
+    offset: int = 0
     gathered: bool = False
 
 
 @dataclass(frozen=True)
 class GroupedGemm:
-    """``arguments``: pointers beside offsets, rows and weights, in the order in which ``launch`` takes them.
+    """``arguments``: pointers beside offsets, pairs, rows and weights, in the order in which ``launch`` takes them.
     ``choices``: K, where rows are gathered or the epilogue needs ``pair``; else 0."""
 
     name: str
@@ -118,50 +125,58 @@ def pointers(spec: GroupedGemm) -> list[str]:
 
 def source(spec: GroupedGemm) -> str:
     """The text of the kernel."""
-    tile = spec.tile
-    indices = []
+    tile, even = spec.tile, spec.columns % spec.tile.n == 0
+    accumulators = {w.accumulator: w.parts for p in spec.products for w in p.weights}
+    places = ["ok = inside[:, None]" + ("" if even else f" & (column < {spec.columns})[None, :]")]
+    if 2 in accumulators.values() or any("wide_ok" in line for line in spec.epilogue):
+        places.append(f"wide = tile_n * {2 * tile.n} + tl.arange(0, {2 * tile.n})")
+        places.append("wide_ok = inside[:, None]" + ("" if even else f" & (wide < {2 * spec.columns})[None, :]"))
     if spec.choices:
-        indices.append("pair = tl.load(pair_ptr + row)")
+        places.append("pair = tl.load(pair_ptr + row)")
     if any(p.gathered for p in spec.products):
-        indices.append(f"source = pair // {spec.choices}")
-    ok = "(row < end)[:, None]"
-    if spec.columns % tile.n:
-        ok += f" & (column < {spec.columns})[None, :]"
-    accumulators = {w.accumulator: w.step for p in spec.products for w in p.weights}
+        places.append(f"source = pair // {spec.choices}")
     products = [
-        f"{name} = tl.zeros(({tile.m}, {tile.n * step}), {computing(spec.dtype)})"
-        for name, step in accumulators.items()
+        f"{name} = tl.zeros(({tile.m}, {tile.n * parts}), {computing(spec.dtype)})"
+        for name, parts in accumulators.items()
     ]
     for p in spec.products:
         products += _pass(spec, p)
     return fill(
         TEMPLATE, title=spec.title, about=spec.about, name=spec.name, arguments=", ".join(pointers(spec)),
-        experts=spec.experts, block_m=tile.m, block_n=tile.n, tiles_n=-(-spec.columns // tile.n), ok=ok,
-        indices=indices, products=products, epilogue=spec.epilogue,
+        experts=spec.experts, block_m=tile.m, block_n=tile.n, tiles_n=tiles_n(spec), places=places, products=products,
+        epilogue=spec.epilogue,
     )  # fmt: skip
+
+
+def tiles_n(spec: GroupedGemm) -> int:
+    """Tiles beside each other."""
+    return -(-spec.columns // spec.tile.n)
 
 
 def _pass(spec: GroupedGemm, product: Product) -> list[str]:
     """One pass over the depth of a product."""
-    tile, depth = spec.tile, product.depth
-    deep = f"(k < {depth} - step)" if depth % tile.k else ""
-    where_a = conjunction(deep and f"{deep}[None, :]")
-    out = [f"k = tl.arange(0, {tile.k})"]
-    out.append(f"a = {product.pointer} + {'source' if product.gathered else 'row'}[:, None] * {depth} + k[None, :]")
-    loop = [f"a_tile = tl.load(a{where_a}{', other=0.0' if where_a else ''})"]
+    block, depth = spec.tile.k, product.depth
+    deep = f"(k < {depth} - step)" if depth % block else ""
+    rows = "source" if product.gathered else "row"
+    out = [
+        f"k = tl.arange(0, {block})",
+        f"a = {product.pointer} + {rows}[:, None] * {product.stride} + ({plus('k', product.offset)})[None, :]",
+    ]
+    loop = [f"a_tile = tl.load(a{mask(deep and f'{deep}[None, :]')})"]
     for n, w in enumerate(product.weights):
-        e, d, c = w.strides
+        of_expert, of_k, of_column = w.strides
         out.append(
-            f"b{n} = {w.pointer} + expert * {e} + k[:, None].to(tl.int64) * {d} "
-            f"+ ({w.columns})[None, :].to(tl.int64) * {c}"
+            f"b{n} = {w.pointer} + expert * {of_expert} + {times('k[:, None].to(tl.int64)', of_k)}"
+            f" + {times(f'({w.columns})[None, :].to(tl.int64)', of_column)}"
         )
-        there = f"({w.columns} < {spec.columns * w.step})[None, :]" if w.step > 1 else f"(column < {spec.columns})[None, :]"
-        where_b = conjunction(deep and f"{deep}[:, None]", there if spec.columns % tile.n else "")
-        loop.append(f"b_tile = tl.load(b{n}{where_b}{', other=0.0' if where_b else ''})")
-        loop.append(f'{w.accumulator} = tl.dot(a_tile, b_tile, {w.accumulator}, input_precision="ieee")')
-    loop.append(f"a += {tile.k}")
-    loop += [f"b{n} += {tile.k * w.strides[1]}" for n, w in enumerate(product.weights)]
-    return [*out, f"for step in range(0, {depth}, {tile.k}):", *("    " + line for line in loop)]
+        name = "wide" if w.parts == 2 else "column"
+        there = f"({name} < {spec.columns * w.parts})[None, :]" if spec.columns % spec.tile.n else ""
+        loop += [
+            f"b_tile = tl.load(b{n}{mask(deep and f'{deep}[:, None]', there)})",
+            f'{w.accumulator} = tl.dot(a_tile, b_tile, {w.accumulator}, input_precision="ieee")',
+        ]
+    loop += [f"a += {block}", *(f"b{n} += {block * w.strides[1]}" for n, w in enumerate(product.weights))]
+    return [*out, f"for step in range(0, {depth}, {block}):", *("    " + line for line in loop)]
 
 
 @cache
@@ -176,10 +191,8 @@ def launch(spec: GroupedGemm, num_rows: int, *tensors: Tensor, num_programs: int
     ``num_programs`` is how many programs share the tiles: by default what the device holds at once.
     """
     tile = spec.tile
-    most = (num_rows // tile.m + spec.experts) * -(-spec.columns // tile.n)
+    most = (num_rows // tile.m + spec.experts) * tiles_n(spec)
     grid = min(most, num_programs or programs(tensors[0].device, tile))
     if num_rows:
         kernel(spec)[(grid,)](*tensors, num_warps=tile.warps, num_stages=tile.stages)
 
-
-__all__ = ["NAMES", "TRITON", "GroupedGemm", "Product", "Weight", "kernel", "launch", "pointers", "source"]

@@ -36,7 +36,15 @@ def identifiers(text: str) -> set[str]:
     return set(re.findall(r"[A-Za-z_]\w*", text))
 
 
-def conjunction(*conditions: str) -> str:
-    """``mask=…`` of the conditions that are not empty, as the last argument of a load or store; empty without any."""
+def mask(*conditions: str) -> str:
+    """The last arguments of a load whose values count where all conditions hold (empty ones always do), else are 0."""
     found = [c for c in conditions if c]
-    return f", mask={' & '.join(found)}" if found else ""
+    return f", mask={' & '.join(found)}, other=0.0" if found else ""
+
+
+def plus(expression: str, number: int) -> str:
+    return f"{expression} + {number}" if number else expression
+
+
+def times(expression: str, number: int) -> str:
+    return expression if number == 1 else f"{expression} * {number}"

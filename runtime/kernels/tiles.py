@@ -1,11 +1,23 @@
-"""Tile: how a kernel cuts its work, and which tile a shape gets."""
+"""Tile: how a kernel cuts its work, and which tile a shape gets.
+
+A table (``tiles.json`` beside this file, and one of the user's that ``moec tune`` writes, which goes first) has tiles
+per *family* of kernels and *shape*: architecture, dtype, columns N and depth K of the product, and a bucket of rows per
+expert (the next power of two).  What is not in it gets a default that compiles without register spills everywhere.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import astuple, dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
+
+from ..errors import MoecError
+from .source import cache_directory
+
+FAMILIES = ("experts_forward", "experts_backward", "grouped_rows", "grouped_outer")
 
 
 @dataclass(frozen=True)
@@ -20,8 +32,93 @@ class Tile:
     programs: int = 1
 
 
+INTERPRETED = Tile(64, 64, 64)
+"""For CPU tensors: an interpreter takes its time per block."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a product: ``columns`` N, ``depth`` K, ``rows`` per expert on average."""
+
+    columns: int
+    depth: int
+    rows: int
+    dtype: torch.dtype
+
+    def key(self) -> str:
+        """As the table names it: dtype, N, K and the bucket."""
+        bucket = 1 << max(self.rows - 1, 0).bit_length()
+        return f"{str(self.dtype).removeprefix('torch.')} N{self.columns} K{self.depth} rows{bucket}"
+
+
+def choose(family: str, shape: Shape, device: torch.device) -> Tile:
+    """The tile of the table, or the default."""
+    if device.type != "cuda":
+        return INTERPRETED
+    arch = architecture(device.index or 0)
+    found = table().get(arch, {}).get(family, {}).get(shape.key())
+    return Tile(*found) if found else default(family, shape, arch)
+
+
+def default(family: str, shape: Shape, arch: str) -> Tile:
+    """A tile that fits the registers and the shared memory of every architecture of tests/test_aot.py."""
+    amd = arch.startswith("gfx")
+    if shape.dtype in (torch.float32, torch.float64):
+        # Without tensor cores: accumulators and operands both live in registers.
+        return Tile(64, 64, 16, warps=8, stages=2)
+    stages = 2 if amd else 3
+    rows = 128 if shape.rows > 64 or family == "grouped_outer" else 64 if shape.rows > 32 else 32
+    return Tile(rows, 128, 64, warps=8 if rows == 128 else 4, stages=stages)
+
+
 @cache
-def _multiprocessors(index: int) -> int:
+def architecture(index: int) -> str:
+    """``sm_90``, ``gfx942`` …"""
+    properties = torch.cuda.get_device_properties(index)
+    name = getattr(properties, "gcnArchName", "")
+    return name.split(":")[0] if torch.version.hip else f"sm_{properties.major}{properties.minor}"
+
+
+@cache
+def table() -> dict[str, dict[str, dict[str, list[int]]]]:
+    """Architecture -> family -> shape -> tile, of both files."""
+    merged: dict[str, dict[str, dict[str, list[int]]]] = {}
+    for path in (Path(__file__).parent / "tiles.json", user_table()):
+        for arch, families in read(path).items():
+            for family, shapes in families.items():
+                merged.setdefault(arch, {}).setdefault(family, {}).update(shapes)
+    return merged
+
+
+def user_table() -> Path:
+    return cache_directory() / "tiles.json"
+
+
+def read(path: Path) -> dict[str, dict[str, dict[str, list[int]]]]:
+    """A table of a file; empty where there is none.  Raises MoecError for what is no table."""
+    try:
+        data = json.loads(path.read_text()) if path.is_file() else {}
+        for families in data.values():
+            for family, shapes in families.items():
+                if family not in FAMILIES:
+                    raise ValueError(f"{family!r} is none of {', '.join(FAMILIES)}")
+                for tile in shapes.values():
+                    Tile(*tile)
+    except (ValueError, TypeError, AttributeError) as e:
+        raise MoecError(f"not a table of tiles: {e}", where=str(path), way_out="delete it and run `moec tune`") from None
+    return data
+
+
+def record(path: Path, arch: str, family: str, shape: Shape, tile: Tile) -> None:
+    """Put a tile into the table of a file."""
+    data = read(path)
+    data.setdefault(arch, {}).setdefault(family, {})[shape.key()] = list(astuple(tile))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
+
+
+@cache
+def multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
@@ -29,4 +126,4 @@ def programs(device: torch.device, tile: Tile) -> int:
     """How many persistent programs fill the device; a CPU (the interpreter) runs them one after the other: 3."""
     if device.type != "cuda":
         return 3
-    return _multiprocessors(device.index or 0) * tile.programs
+    return multiprocessors(device.index or 0) * tile.programs
