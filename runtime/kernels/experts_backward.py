@@ -20,10 +20,10 @@ from collections.abc import Sequence
 import torch
 
 from ..body import Body
-from .expressions import TRITON, computing, lines
+from .expressions import TRITON, computing, lines, listing
 from .grouped_gemm import NAMES, GroupedGemm, Product, Weight
-from .pre_activations import blocks, inputs, split
-from .template import identifiers
+from .pre_activations import blocks, inputs, place, split
+from .template import identifiers, times
 from .tiles import Tile
 
 
@@ -50,29 +50,34 @@ def spec(
     derivative = body.derivative(value=True)
     grad = derivative.inputs[-1].name
     known = inputs(found, "h_{}", math) | {grad: "weighted" if choices else "back"}
-    taken = NAMES | identifiers("\n".join([*load, *weigh])) | {"back", "act", "mask"}
+    taken = NAMES | identifiers("\n".join([*load, *weigh])) | {"back", "act", "joined", "d", "share", "mask"}
     of_body, (value, *gradients) = lines(derivative, known, dtype, taken, zeros)
     gradient = dict(zip((i.name for i in body.inputs), gradients, strict=True))
     if need_act or need_share:
-        store.append(f"act = ({value}).to({storage})")
+        store.append(f"act = {value}.to({storage})")
     if need_share:
         product = f"act.to({math}) * back"
         if columns % tile.n:
             product = f"tl.where(ok, {product}, 0.0)"
-        store.append(f"tl.store(share_ptr + pair * {tiles} + tile_n, tl.sum({product}, 1), mask=inside)")
+        store.append(f"share = tl.sum({product}, 1)")
+        store.append(f"tl.store(share_ptr + {times('pair', tiles)} + tile_n, share, mask=inside)")
     if need_act:
-        weighted = f"(act.to({math}) * weight).to({storage})" if choices else "act"
-        store.append(f"tl.store(act_ptr + row[:, None] * {columns} + column[None, :], {weighted}, mask=ok)")
+        if choices:
+            store.append(f"act = (act.to({math}) * weight).to({storage})")
+        store.append(f"tl.store(act_ptr + {place(columns)}, act, mask=ok)")
     for b in found if need_d else ():
-        parts = [f"({gradient[name]}).to({storage})" if name else f"{zeros}.to({storage})" for name in b.inputs]
-        block = f"tl.reshape(tl.join({', '.join(parts)}), ({tile.m}, {2 * tile.n}))" if b.wide else parts[0]
-        store.append(f"tl.store(d_ptr + {b.place(total)}, {block}, mask={b.ok})")
+        parts = [gradient[name] if name else zeros for name in b.inputs]
+        if b.wide:
+            store.append(f"joined = tl.join({parts[0]}, {parts[1]})")
+            parts = [f"tl.reshape(joined, ({tile.m}, {2 * tile.n}))"]
+        store.append(f"d = {parts[0]}.to({storage})")
+        store.append(f"tl.store(d_ptr + {b.place(total)}, d, mask={b.ok})")
     of_expert, of_k, of_column = strides[0], strides[2], strides[1]
     optional = [("weight_ptr", bool(choices)), ("d_ptr", need_d), ("act_ptr", need_act), ("share_ptr", need_share)]
     return GroupedGemm(
         "experts_backward",
         "moec::experts, backward: gradient of the activation, of the pre-activations and of the weights.",
-        (body.text(), derivative.text()),
+        listing(derivative),
         experts, columns, dtype, tile,
         (Product("grad_ptr", hidden, (Weight("w_ptr", "back", (of_expert, of_k, of_column)),), hidden,
                  gathered=bool(choices)),),

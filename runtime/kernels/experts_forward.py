@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 
 from ..body import Body
-from .expressions import TRITON, computing, lines
+from .expressions import TRITON, computing, lines, listing
 from .grouped_gemm import NAMES, GroupedGemm, Product, Weight
-from .pre_activations import blocks, inputs, split
+from .pre_activations import blocks, inputs, place, split
 from .template import identifiers
 from .tiles import Tile
 
@@ -43,17 +43,17 @@ def spec(
             *split(b, f"h_{b.name}", tile.m, tile.n),
         ]
     of_body, (result,) = lines(
-        body, inputs(found, "h_{}", math), dtype, NAMES | identifiers("\n".join(epilogue)),
+        body, inputs(found, "h_{}", math), dtype, NAMES | identifiers("\n".join(epilogue)) | {"act"},
         f"tl.zeros(({tile.m}, {tile.n}), {math})",
     )  # fmt: skip
-    store = f"tl.store(act_ptr + row[:, None] * {columns} + column[None, :], ({result}).to({storage}), mask=ok)"
+    store = f"tl.store(act_ptr + {place(columns)}, act.to({storage}), mask=ok)"
     return GroupedGemm(
         "experts_forward",
         "moec::experts, forward: first products and body.",
-        (body.text(),),
+        listing(body),
         experts, columns, dtype, tile,
         (Product("x_ptr", hidden, tuple(weights), hidden, gathered=bool(choices)),),
         (*(f"b{n}_ptr" for n in range(len(widths) if biases else 0)), "h_ptr", "act_ptr"),
-        (*epilogue, *of_body, store),
+        (*epilogue, *of_body, f"act = {result}", store),
         choices,
     )  # fmt: skip

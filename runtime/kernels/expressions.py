@@ -64,6 +64,11 @@ def lines(
     return out, [e if r in whole else f"({zeros} + {e})" for r, e in zip(body.results, results, strict=True)]
 
 
+def listing(body: Body) -> tuple[str, ...]:
+    """The body for a comment, a line for each step."""
+    return tuple(body.text().split("; "))
+
+
 def _free(name: str, taken: Set[str], used: Collection[str]) -> str:
     while name in taken or name in used:
         name += "_"

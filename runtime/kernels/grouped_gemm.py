@@ -10,7 +10,7 @@ while the group's rows pass by.  A tile
 2. forms its products: rows [N, D], or rows [T, D] of which pair p has row p // K (``gathered``: no permuted copy
    exists), times a weight [E, D, ·] of any strides; several weights share one pass over the rows, and several passes
    may add to one accumulator;
-3. goes on with the *epilogue*: lines of the caller, which know ``row`` (int64), ``pair`` (if gathered or asked for),
+3. goes on with the *epilogue*: lines of the caller, which know ``row`` (int64; in a tile ``top + line``), ``pair`` (if gathered or asked for),
    ``expert`` (int64), ``column``, ``tile_n``, ``ok`` (what of the tile exists; ``wide`` and ``wide_ok`` where an
    accumulator is twice as wide) and the accumulators.
 
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .expressions import computing
 from .source import load
-from .template import fill, identifiers, mask, plus, times
+from .template import across, fill, identifiers, mask, plus, times
 from .tiles import Tile, programs
 
 TEMPLATE = '''"""<title>
@@ -52,10 +52,11 @@ def <name>(<arguments>):
         while tile < first + tiles_m * <tiles_n>:
             # 1. Where the tile is.
             tile_n = (tile - first) // tiles_m
-            row = start + (tile - first) % tiles_m * <block_m> + tl.arange(0, <block_m>)
+            top = start + (tile - first) % tiles_m * <block_m>
+            line = tl.arange(0, <block_m>)
+            inside = top + line < end
+            row = tl.minimum(top + line, end - 1).to(tl.int64)
             column = tile_n * <block_n> + tl.arange(0, <block_n>)
-            inside = row < end
-            row = tl.minimum(row, end - 1).to(tl.int64)
             expert = tl.zeros((), tl.int64) + e
             <places>
 
@@ -141,8 +142,13 @@ def source(spec: GroupedGemm) -> str:
     ]
     for p in spec.products:
         products += _pass(spec, p)
+    about = [*spec.about, *([""] if spec.about else [])]
+    about.append(
+        f"{spec.experts} experts; {' and '.join(str(p.depth) for p in spec.products)} columns in, {spec.columns} out; "
+        f"{str(spec.dtype).removeprefix('torch.')}; blocks of {tile.m} rows, {tile.n} columns, depth {tile.k}."
+    )
     return fill(
-        TEMPLATE, title=spec.title, about=spec.about, name=spec.name, arguments=", ".join(pointers(spec)),
+        TEMPLATE, title=spec.title, about=about, name=spec.name, arguments=", ".join(pointers(spec)),
         experts=spec.experts, block_m=tile.m, block_n=tile.n, tiles_n=tiles_n(spec), places=places, products=products,
         epilogue=spec.epilogue,
     )  # fmt: skip
@@ -160,14 +166,14 @@ def _pass(spec: GroupedGemm, product: Product) -> list[str]:
     rows = "source" if product.gathered else "row"
     out = [
         f"k = tl.arange(0, {block})",
-        f"a = {product.pointer} + {rows}[:, None] * {product.stride} + ({plus('k', product.offset)})[None, :]",
+        f"a = {product.pointer} + {rows}[:, None] * {product.stride} + {across(plus('k', product.offset))}",
     ]
     loop = [f"a_tile = tl.load(a{mask(deep and f'{deep}[None, :]')})"]
     for n, w in enumerate(product.weights):
         of_expert, of_k, of_column = w.strides
         out.append(
             f"b{n} = {w.pointer} + expert * {of_expert} + {times('k[:, None].to(tl.int64)', of_k)}"
-            f" + {times(f'({w.columns})[None, :].to(tl.int64)', of_column)}"
+            f" + {times(across(w.columns, '.to(tl.int64)'), of_column)}"
         )
         name = "wide" if w.parts == 2 else "column"
         there = f"({name} < {spec.columns * w.parts})[None, :]" if spec.columns % spec.tile.n else ""

@@ -19,10 +19,13 @@ from torch import Tensor
 
 from .expressions import TRITON, computing
 from .source import load
-from .template import fill, plus, times
+from .template import across, fill, plus, times
 from .tiles import Tile
 
-TEMPLATE = '''"""<title>"""
+TEMPLATE = '''"""<title>
+
+<about>
+"""
 
 import triton
 import triton.language as tl
@@ -41,8 +44,8 @@ def <name>(<arguments>):
         row = (first + tl.arange(0, <block_r>)).to(tl.int64)
         inside = row < end
         <gather>
-        a = tl.load(a_ptr + <row_a>[:, None] * <stride_a> + (<place_a>)[None, :], mask=<ok_a>, other=0.0)
-        b = tl.load(b_ptr + <row_b>[:, None] * <stride_b> + (<place_b>)[None, :], mask=<ok_b>, other=0.0)
+        a = tl.load(a_ptr + <row_a>[:, None] * <stride_a> + <place_a>, mask=<ok_a>, other=0.0)
+        b = tl.load(b_ptr + <row_b>[:, None] * <stride_b> + <place_b>, mask=<ok_b>, other=0.0)
         total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
     to = dw_ptr + expert.to(tl.int64) * <stride_e> + <of_p> + <of_q>
     tl.store(to, total.to(<storage>)<ok>)
@@ -92,12 +95,16 @@ def source(spec: GroupedOuter) -> str:
     inside_q = "" if spec.b.width % tile.n == 0 else f"(q < {spec.b.width})"
     stored = " & ".join(c for c in (inside_p and f"{inside_p}[:, None]", inside_q and f"{inside_q}[None, :]") if c)
     gather = [f"source = tl.load(pair_ptr + row, mask=inside, other=0) // {spec.choices}"] if spec.choices else []
+    about = [
+        f"{spec.experts} experts; {spec.a.width} and {spec.b.width} columns; {str(spec.dtype).removeprefix('torch.')}; "
+        f"blocks of {tile.m} × {tile.n}, {tile.k} rows at once."
+    ]
     return fill(
-        TEMPLATE, title=spec.title, name=spec.name, arguments=", ".join(pointers(spec)), tiles=tiles_p * tiles_q,
+        TEMPLATE, title=spec.title, about=about, name=spec.name, arguments=", ".join(pointers(spec)), tiles=tiles_p * tiles_q,
         tiles_q=tiles_q, block_p=tile.m, block_q=tile.n, block_r=tile.k, math=computing(spec.dtype), gather=gather,
         row_a="source" if spec.a.gathered else "row", row_b="source" if spec.b.gathered else "row",
         stride_a=spec.a.stride, stride_b=spec.b.stride,
-        place_a=plus("p", spec.a.offset), place_b=plus("q", spec.b.offset),
+        place_a=across(plus("p", spec.a.offset)), place_b=across(plus("q", spec.b.offset)),
         ok_a="inside[:, None]" + (f" & {inside_p}[None, :]" if inside_p else ""),
         ok_b="inside[:, None]" + (f" & {inside_q}[None, :]" if inside_q else ""),
         stride_e=of_e, of_p=times("p[:, None].to(tl.int64)", of_p), of_q=times("q[None, :].to(tl.int64)", of_q),

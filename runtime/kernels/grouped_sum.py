@@ -53,7 +53,9 @@ def source(columns: int, dtype: torch.dtype, choices: int = 0) -> str:
         rows = [
             "pair = tl.load(pair_ptr + row, mask=inside, other=0)",
             f"weight = tl.load(weight_ptr + pair, mask=inside, other=0.0).to({math})",
-            "g = " + load_rows.replace("<at>", f"(pair // {choices})") + " * weight[:, None]",
+            f"source = pair // {choices}",
+            "g = " + load_rows.replace("<at>", "source"),
+            "g *= weight[:, None]",
         ]
     else:
         rows = ["g = " + load_rows.replace("<at>", "row")]

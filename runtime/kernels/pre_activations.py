@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from ..body import Body
 from ..errors import MoecError
-from .template import plus, times
+from .template import across, plus, times
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,17 @@ class Block:
 
     def place(self, total: int) -> str:
         """Where its columns are in pre-activations of ``total`` columns."""
-        return f"row[:, None] * {total} + ({plus(self.columns, self.offset)})[None, :]"
+        return place(total, plus(self.columns, self.offset))
 
     @property
     def ok(self) -> str:
         return "wide_ok" if self.wide else "ok"
+
+
+def place(total: int, columns: str = "column") -> str:
+    """Where columns of the tile's rows are in a tensor of ``total`` columns: a scalar of 64 bits and a block of 32, which
+    takes half the registers of a block of 64."""
+    return f"top.to(tl.int64) * {total} + (line[:, None] * {total} + {across(columns)})"
 
 
 def blocks(body: Body, widths: Sequence[int]) -> list[Block]:

@@ -48,3 +48,8 @@ def plus(expression: str, number: int) -> str:
 
 def times(expression: str, number: int) -> str:
     return expression if number == 1 else f"{expression} * {number}"
+
+
+def across(expression: str, suffix: str = "") -> str:
+    """A vector as a row of a block."""
+    return f"{expression if expression.isidentifier() else f'({expression})'}[None, :]{suffix}"

@@ -67,6 +67,9 @@ def default(family: str, shape: Shape, arch: str) -> Tile:
         # Without tensor cores: accumulators and operands both live in registers.
         return Tile(64, 64, 16, warps=8, stages=2)
     stages = 2 if amd else 3
+    if family == "experts_backward":
+        # What the derivative of a body keeps in registers: half as many columns.
+        return Tile(128 if shape.rows > 64 else 64 if shape.rows > 32 else 32, 64, 64, warps=8 if shape.rows > 64 else 4, stages=stages)
     rows = 128 if shape.rows > 64 or family == "grouped_outer" else 64 if shape.rows > 32 else 32
     return Tile(rows, 128, 64, warps=8 if rows == 128 else 4, stages=stages)
 

@@ -1,0 +1,144 @@
+"""The experts' kernels of the list that is compiled ahead of time: models that people train, every family, both ways.
+
+Legend: T tokens, K choices per token, E experts, H hidden, I columns of the body's result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..body import Body
+from . import choice_dot, experts_backward, experts_forward, grouped_add, grouped_gemm, grouped_outer, grouped_rows
+from . import grouped_sum, sum_choices, zero_tail
+from .entry import Entry
+from .grouped_gemm import GroupedGemm
+from .grouped_outer import GroupedOuter, Rows
+from .tiles import Shape, Tile, default
+
+SWIGLU = "g = chunk(h0, 2, 0); u = chunk(h0, 2, 1); t0 = silu(g); t1 = mul(t0, u); return t1"
+SEPARATE = "g = whole(h0); u = whole(h1); t0 = silu(g); t1 = mul(t0, u); return t1"
+CLAMPED = (
+    "g = every(h0, 2, 0); u = every(h0, 2, 1); t0 = clamp(g, -inf, 7.0); t1 = clamp(u, -7.0, 7.0); "
+    "t2 = mul(t0, 1.702); t3 = sigmoid(t2); t4 = mul(t0, t3); t5 = add(t1, 1.0); t6 = mul(t5, t4); return t6"
+)
+GELU = "x = whole(h0); t0 = gelu_tanh(x); return t0"
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    E: int
+    H: int
+    I: int  # noqa: E741
+    K: int
+    tokens: int
+    body: str = SWIGLU
+    biases: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    transposed: bool = True
+    """Weights are views of [E, out, in]; else [E, in, out] as they are stored."""
+    nightly: bool = True
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        body = Body.parse(self.body)
+        return (self.I * max(i.parts for i in body.inputs),) * body.products
+
+    def strides(self, rows: int, columns: int) -> tuple[int, int, int]:
+        return (rows * columns, 1, rows) if self.transposed else (rows * columns, columns, 1)
+
+
+MODELS = (
+    Model("qwen3_moe", 128, 2048, 768, 8, 4096, nightly=False),
+    Model("mixtral", 8, 4096, 14336, 2, 8192),
+    Model("deepseek_v3", 256, 7168, 2048, 8, 8192),
+    Model("gpt_oss", 32, 2880, 2880, 4, 8192, CLAMPED, biases=True, transposed=False, nightly=False),
+    Model("two_weights", 16, 1024, 3584, 2, 4096, SEPARATE, dtype=torch.float16),
+    Model("few_rows", 128, 2048, 768, 8, 256),
+    Model("small_fp32", 16, 256, 250, 4, 2048, dtype=torch.float32, nightly=False),
+    Model("gelu", 8, 768, 3072, 2, 4096, GELU, biases=True),
+)
+
+
+def entries(arch: str) -> list[Entry]:
+    return [entry for model in MODELS for entry in of_model(model, arch)] + small_kernels()
+
+
+def of_model(m: Model, arch: str) -> list[Entry]:
+    """Every kernel of a block's step: in a model with pairs, and the gradient of rows between exchanges."""
+    body, rows, A = Body.parse(m.body), -(-m.tokens * m.K // m.E), sum(m.widths)
+
+    def tile(family: str, columns: int, depth: int) -> Tile:
+        return default(family, Shape(columns, depth, rows, m.dtype), arch)
+
+    w_in, w_out = [m.strides(m.H, w) for w in m.widths], m.strides(m.I, m.H)
+    back_in, back_out = [(e, c, k) for e, k, c in w_in], w_out
+    gemms = {
+        "first": experts_forward.spec(
+            body, m.widths, m.E, m.H, w_in, m.biases, m.dtype, tile("experts_forward", m.I, m.H), m.K
+        ),
+        "second": grouped_rows.spec(
+            "second product", m.E, m.H, (m.I,), (w_out,), m.dtype, tile("grouped_rows", m.H, m.I), m.K, m.biases, True
+        ),
+        "activation's gradient": experts_backward.spec(
+            body, m.widths, m.E, m.H, back_out, m.dtype, tile("experts_backward", m.I, m.H), m.K
+        ),
+        "rows' gradient": grouped_rows.spec(
+            "rows' gradient", m.E, m.H, m.widths, back_in, m.dtype, tile("grouped_rows", m.H, A), m.K
+        ),
+    }
+    outer = GroupedOuter(
+        "weight's gradient", m.E, Rows(m.H, m.H, gathered=True), Rows(m.widths[0], A), w_in[0], m.dtype,
+        tile("grouped_outer", m.widths[0], m.H), m.K,
+    )  # fmt: skip
+    return [
+        *(_gemm(f"{m.name} {name}", spec, m.nightly) for name, spec in gemms.items()),
+        _outer(f"{m.name} weight's gradient", outer, m.nightly),
+    ]
+
+
+def _type(pointer: str, dtype: torch.dtype) -> str:
+    known = {"offset_ptr": "*i32", "pair_ptr": "*i64", "row_of_ptr": "*i64", "expert_ptr": "*i64",
+             "weight_ptr": "*fp32", "share_ptr": "*fp32"}  # fmt: skip
+    return known.get(pointer, "*" + TYPES[dtype]) + ":16"
+
+
+def _arguments(pointers: list[str], dtype: torch.dtype) -> tuple[tuple[str, str], ...]:
+    return tuple((p, _type(p, dtype)) for p in pointers)
+
+
+def _gemm(name: str, spec: GroupedGemm, nightly: bool) -> Entry:
+    arguments = _arguments(grouped_gemm.pointers(spec), spec.dtype)
+    return Entry(
+        name, grouped_gemm.source(spec), spec.name, arguments, warps=spec.tile.warps, stages=spec.tile.stages,
+        nightly=nightly,
+    )  # fmt: skip
+
+
+def _outer(name: str, spec: GroupedOuter, nightly: bool) -> Entry:
+    arguments = _arguments(grouped_outer.pointers(spec), spec.dtype)
+    return Entry(
+        name, grouped_outer.source(spec), spec.name, arguments, warps=spec.tile.warps, stages=spec.tile.stages,
+        nightly=nightly,
+    )  # fmt: skip
+
+
+def small_kernels() -> list[Entry]:
+    """Those without products: one width each, they have no tiles to choose."""
+    dtype, E, K, C = torch.bfloat16, 128, 8, 2880
+    made = {
+        "grouped_sum": (grouped_sum.source(C, dtype, K), grouped_sum.pointers(K)),
+        "grouped_add": (grouped_add.source(E, C, dtype), ["offset_ptr", "x_ptr", "b_ptr", "y_ptr"]),
+        "sum_choices": (sum_choices.source(K, C, dtype), ["row_of_ptr", "rows_ptr", "y_ptr"]),
+        "choice_dot": (choice_dot.source(K, C, dtype), ["expert_ptr", "grad_ptr", "bias_ptr", "share_ptr"]),
+        "zero_tail": (zero_tail.source(E, C), ["offset_ptr", "y_ptr"]),
+    }
+    counted = (("num_rows", "i32"),)
+    return [
+        Entry(f"{name} bf16 {C}", text, name,
+              _arguments(pointers, dtype) + (counted if name in ("grouped_add", "zero_tail") else ()))
+        for name, (text, pointers) in made.items()
+    ]  # fmt: skip
