@@ -157,7 +157,8 @@ class Builder(stock.InterpreterBuilder):
         width = max(1, ptrs.get_element_ty().primitive_bitwidth // 8)
         x, y, z = self.grid_idx
         program = (x * self.grid_dim[1] + y) * self.grid_dim[2] + z
-        used = ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)]
+        # A mask that was put together from a scalar and a block has numbers 0 and 1 for data.
+        used = ptrs.data[np.broadcast_to(mask.data.astype(bool), ptrs.data.shape)]
         self.launch.access(used, width, program, store)
         return TensorHandle(ptrs.data & ADDRESS, ptrs.dtype)
 

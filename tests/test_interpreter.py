@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 triton = pytest.importorskip("triton")
 
@@ -257,6 +258,21 @@ def test_out_of_bounds():
     room = torch.zeros(16)  # the stock interpreter reads and writes past the end of a view and says nothing
     copy[(2,)](torch.ones(16)[:10], room[:10], 1, 11, 11, 8)
     assert room[10] == 1
+
+
+@triton.jit
+def masked_by_both(flag, x, y):
+    n = tl.arange(0, 16)
+    held = tl.load(flag) >= 0
+    tl.store(y + n, tl.load(x + n, mask=held & (n < 1), other=0.0))
+
+
+def test_a_mask_of_a_scalar_and_a_block():
+    x, y = values(1), torch.ones(16)
+    with repaired() as traffic:
+        masked_by_both[(1,)](torch.zeros(1, dtype=torch.int64), x, y)
+        assert torch.equal(y, F.pad(x, (0, 15)))
+        assert traffic.unique_bytes(x) == Bytes(4, 0)
 
 
 def test_gaps_of_a_view_are_out_of_bounds():

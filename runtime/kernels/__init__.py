@@ -4,3 +4,7 @@ A family file holds a *generator* (what to compute -> source text), a *launcher*
 device: on CPU tensors it works where Triton interprets), and registers itself as the CUDA kernel of its ops.  Importing
 this package does the registering and nothing else: Triton is imported by ``source.load``, when a kernel first runs.
 """
+
+from . import grouped
+
+__all__ = ["grouped"]

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..errors import MoecError
+from . import experts_catalog
 from .entry import Entry
 
-FAMILIES: tuple[Callable[[str], list[Entry]], ...] = ()
+FAMILIES: tuple[Callable[[str], list[Entry]], ...] = (experts_catalog.entries,)
 
 
 def entries(arch: str) -> list[Entry]:

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 from ..body import Body
-from ..errors import MoecError
 from . import (
     choice_dot,
     experts_backward,
@@ -43,6 +42,7 @@ from . import (
     sum_choices,
     zero_tail,
 )
+from .grouped import refuse_float64
 from .grouped_outer import GroupedOuter, Rows
 from .tiles import Shape, Tile, choose
 
@@ -59,9 +59,7 @@ class Weights:
         self, x: Tensor, w_in: Sequence[Tensor], b_in: Sequence[Tensor], w_out: Tensor, b_out: Tensor | None,
         body: str, tile: Tile | None,
     ) -> None:  # fmt: skip
-        if x.dtype == torch.float64:
-            raise MoecError("the experts' GPU kernels do not compute in float64", where="moec::experts",
-                            way_out="float32, bfloat16 or float16; or Plan(fuse=False)")  # fmt: skip
+        refuse_float64(x, "experts")
         self.w_in, self.b_in = list(w_in), [b.contiguous() for b in b_in]
         self.w_out, self.b_out = w_out, None if b_out is None else b_out.contiguous()
         self.body, self.dtype, self.device = Body.parse(body), x.dtype, x.device
@@ -76,7 +74,8 @@ class Weights:
         return tuple(tuple(w.stride()) for w in self.w_in)
 
     def tile(self, family: str, columns: int, depth: int, num_rows: int) -> Tile:
-        shape = Shape(columns, depth, -(-num_rows // max(self.E, 1)), self.dtype)
+        steps = len(self.body.derivative(value=True).steps) if family == "experts_backward" else 0
+        shape = Shape(columns, depth, -(-num_rows // max(self.E, 1)), self.dtype, steps)
         return self._tile or choose(family, shape, self.device)
 
 
@@ -100,7 +99,8 @@ def rows_forward(
     b_out: Tensor | None, body: str, *, tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``(y_NC, h_NA)`` of ``moec::experts_rows``."""
-    w, offset_E1 = Weights(x_NH, w_in, b_in, w_out, b_out, body, tile), order.offsets(counts_E)
+    w = Weights(x_NH, w_in, b_in, w_out, b_out, body, tile)
+    offset_E1 = order.checked_offsets(counts_E, x_NH.shape[0], "experts_rows")
     h_NA, act_NI = _first(w, x_NH, offset_E1, None, x_NH.shape[0], 0)
     y_NC = x_NH.new_empty((x_NH.shape[0], w.C))
     _second(w, act_NI, offset_E1, y_NC, None)
@@ -153,7 +153,7 @@ def backward(
         dx_PH = _rows_gradient(w, d_NA, offset_E1, x_TH.new_empty((row_of_TK.numel(), w.H)), (pair_N, K))
         dx_TH = sum_choices.launch(row_of_TK, dx_PH)
     if need_weights:
-        total_TK = share.view(*row_of_TK.shape, -1).sum(-1)
+        total_TK = share.sum(-1).view(row_of_TK.shape)
         if w.b_out is not None:
             total_TK += choice_dot.launch(order.experts(row_of_TK, offset_E1), grad_TC, w.b_out)
         dweights_TK = total_TK.to(weights_TK.dtype)

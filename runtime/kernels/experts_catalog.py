@@ -72,7 +72,8 @@ def of_model(m: Model, arch: str) -> list[Entry]:
     body, rows, A = Body.parse(m.body), -(-m.tokens * m.K // m.E), sum(m.widths)
 
     def tile(family: str, columns: int, depth: int) -> Tile:
-        return default(family, Shape(columns, depth, rows, m.dtype), arch)
+        steps = len(body.derivative(value=True).steps) if family == "experts_backward" else 0
+        return default(family, Shape(columns, depth, rows, m.dtype, steps), arch)
 
     w_in, w_out = [m.strides(m.H, w) for w in m.widths], m.strides(m.I, m.H)
     back_in, back_out = [(e, c, k) for e, k, c in w_in], w_out

@@ -37,6 +37,13 @@ def of_ids(ids_TK: Tensor, num_experts: int, op: str) -> Order:
     return Order(offset_E1, pair_P, row_of_TK, offset_E1.diff().long())
 
 
+def checked_offsets(counts_E: Tensor, num_rows: int, op: str) -> Tensor:
+    """``offsets``; counts that are negative or more than the rows stop the device (an asynchronous assertion)."""
+    fit = ((counts_E >= 0).all()) & (counts_E.sum() <= num_rows)
+    torch.ops.aten._assert_async.msg(fit, f"moec::{op}: counts do not fit {num_rows} rows")
+    return offsets(counts_E)
+
+
 def offsets(counts_E: Tensor) -> Tensor:
     """``offset_E1`` (int32) of counts."""
     offset_E1 = torch.zeros(counts_E.shape[0] + 1, dtype=torch.int32, device=counts_E.device)

@@ -44,6 +44,8 @@ class Shape:
     depth: int
     rows: int
     dtype: torch.dtype
+    steps: int = 0
+    """Of the body behind the product, where there is one: what they compute stays in registers beside the product."""
 
     def key(self) -> str:
         """As the table names it: dtype, N, K and the bucket."""
@@ -68,8 +70,10 @@ def default(family: str, shape: Shape, arch: str) -> Tile:
         return Tile(64, 64, 16, warps=8, stages=2)
     stages = 2 if amd else 3
     if family == "experts_backward":
-        # What the derivative of a body keeps in registers: half as many columns.
-        return Tile(128 if shape.rows > 64 else 64 if shape.rows > 32 else 32, 64, 64, warps=8 if shape.rows > 64 else 4, stages=stages)
+        # The derivative of a body wants the registers that more columns, or a deeper block, would take.
+        if shape.steps > 8 or shape.rows <= 64:
+            return Tile(64, 64, 64, stages=stages) if shape.rows > 32 else Tile(32, 64, 64, warps=4, stages=stages)
+        return Tile(128, 64, 32, stages=stages)
     rows = 128 if shape.rows > 64 or family == "grouped_outer" else 64 if shape.rows > 32 else 32
     return Tile(rows, 128, 64, warps=8 if rows == 128 else 4, stages=stages)
 

@@ -15,14 +15,19 @@ from ..errors import MoecError
 from .rows import accumulator, segments
 
 
-@torch.library.custom_op("moec::grouped_add", mutates_args=(), device_types="cpu")
-def grouped_add(x_NM: Tensor, b_EM: Tensor, counts_E: Tensor) -> Tensor:
+def check_add(x_NM: Tensor, b_EM: Tensor, counts_E: Tensor) -> None:
+    """Raise MoecError unless the operands fit each other."""
     if x_NM.dtype != b_EM.dtype or b_EM.shape != (counts_E.shape[0], x_NM.shape[1]):
         raise MoecError(
             f"x {tuple(x_NM.shape)} {x_NM.dtype}, b {tuple(b_EM.shape)} {b_EM.dtype} and counts "
             f"{tuple(counts_E.shape)} do not fit",
             where="moec::grouped_add",
         )
+
+
+@torch.library.custom_op("moec::grouped_add", mutates_args=(), device_types="cpu")
+def grouped_add(x_NM: Tensor, b_EM: Tensor, counts_E: Tensor) -> Tensor:
+    check_add(x_NM, b_EM, counts_E)
     y_NM = x_NM.clone(memory_format=torch.contiguous_format)
     for e, start, end in segments(counts_E, x_NM.shape[0], "grouped_add"):
         y_NM[start:end] += b_EM[e]

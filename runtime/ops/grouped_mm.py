@@ -16,14 +16,19 @@ from ..errors import MoecError
 from .rows import segments
 
 
-@torch.library.custom_op("moec::grouped_mm", mutates_args=(), device_types="cpu")
-def grouped_mm(x_NK: Tensor, w_EKM: Tensor, counts_E: Tensor) -> Tensor:
+def check_mm(x_NK: Tensor, w_EKM: Tensor, counts_E: Tensor) -> None:
+    """Raise MoecError unless the operands fit each other."""
     if x_NK.dtype != w_EKM.dtype or x_NK.shape[1] != w_EKM.shape[1] or counts_E.shape[0] != w_EKM.shape[0]:
         raise MoecError(
             f"x {tuple(x_NK.shape)} {x_NK.dtype}, w {tuple(w_EKM.shape)} {w_EKM.dtype} and counts "
             f"{tuple(counts_E.shape)} do not fit",
             where="moec::grouped_mm",
         )
+
+
+@torch.library.custom_op("moec::grouped_mm", mutates_args=(), device_types="cpu")
+def grouped_mm(x_NK: Tensor, w_EKM: Tensor, counts_E: Tensor) -> Tensor:
+    check_mm(x_NK, w_EKM, counts_E)
     y_NM = x_NK.new_empty((x_NK.shape[0], w_EKM.shape[2]))
     end = 0
     for e, start, end in segments(counts_E, x_NK.shape[0], "grouped_mm"):
