@@ -5,6 +5,6 @@ device: on CPU tensors it works where Triton interprets), and registers itself a
 this package does the registering and nothing else: Triton is imported by ``source.load``, when a kernel first runs.
 """
 
-from . import grouped
+from . import experts, grouped
 
-__all__ = ["grouped"]
+__all__ = ["experts", "grouped"]

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from ..body import Body
+from ..ops import experts as ops
 from . import (
     choice_dot,
     experts_backward,
@@ -64,7 +65,6 @@ class Weights:
         self.w_out, self.b_out = w_out, None if b_out is None else b_out.contiguous()
         self.body, self.dtype, self.device = Body.parse(body), x.dtype, x.device
         self.widths = tuple(w.shape[2] for w in w_in)
-        self.body.check_widths(self.widths, "moec::experts")
         self.E, self.H = w_in[0].shape[0], w_in[0].shape[1]
         self.A, self.I, self.C = sum(self.widths), w_out.shape[1], w_out.shape[2]
         self._tile = tile
@@ -84,6 +84,8 @@ def forward(
     b_out: Tensor | None, body: str, kept: bool = False, *, tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``(y_TH, h_NA, row_of_TK, counts_E)`` of ``moec::experts``."""
+    ops.check_pairs(x_TH, ids_TK, weights_TK)
+    ops.check("experts", x_TH, w_out.shape[0], list(w_in), list(b_in), w_out, b_out, body)
     w = Weights(x_TH, w_in, b_in, w_out, b_out, body, tile)
     found, K = order.of_ids(ids_TK, w.E, "experts"), ids_TK.shape[1]
     N = int(found.offset_E1[-1]) if kept else ids_TK.numel()
@@ -99,6 +101,7 @@ def rows_forward(
     b_out: Tensor | None, body: str, *, tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``(y_NC, h_NA)`` of ``moec::experts_rows``."""
+    ops.check("experts_rows", x_NH, counts_E.shape[0], list(w_in), list(b_in), w_out, b_out, body)
     w = Weights(x_NH, w_in, b_in, w_out, b_out, body, tile)
     offset_E1 = order.checked_offsets(counts_E, x_NH.shape[0], "experts_rows")
     h_NA, act_NI = _first(w, x_NH, offset_E1, None, x_NH.shape[0], 0)
@@ -193,7 +196,7 @@ def _gradients(
         act_NI = h_NA.new_empty((N, w.I)) if need_out else act_NI
         if need_weights:
             assert weights is not None
-            share = h_NA.new_zeros((weights.numel(), grouped_gemm.tiles_n(spec)), dtype=torch.float32)
+            share = h_NA.new_zeros((weights.numel(), experts_backward.shares(w.I, tile)), dtype=torch.float32)
         operands = [*([pair] if pair is not None else []), grad, w.w_out, h_NA]
         results = [t for t, n in ((d_NA, need_d), (act_NI, need_out), (share, need_weights)) if n]
         grouped_gemm.launch(spec, N, offset_E1, *operands, *([weights] if weights is not None else []), *results)
@@ -234,7 +237,7 @@ def _outer(
     rows_b: Rows,
 ) -> Tensor:  # fmt: skip
     """The gradient of a weight ``of``, in its own layout."""
-    dw = like(of)
+    dw = torch.empty_like(of)
     tile = w.tile("grouped_outer", rows_b.width, rows_a.width, N)
     spec = GroupedOuter("moec::experts, backward: gradient of a weight.", w.E, rows_a, rows_b, _triple(dw), w.dtype, tile, K)
     grouped_outer.launch(spec, offset_E1, *([] if pair is None else [pair]), a, b, dw)
@@ -246,8 +249,7 @@ def _triple(t: Tensor) -> tuple[int, int, int]:
     return a, b, c
 
 
-def like(w: Tensor) -> Tensor:
-    """Memory for the gradient of a weight: dense, its dims in the order in which the weight's own lie."""
-    by = sorted(range(3), key=lambda d: (-w.stride(d), d))
-    memory = w.new_empty([w.shape[d] for d in by])
-    return memory.permute([by.index(d) for d in range(3)])
+ops.experts.register_kernel("cuda")(forward)
+ops.experts_rows.register_kernel("cuda")(rows_forward)
+ops.experts_backward.register_kernel("cuda")(backward)
+ops.experts_rows_backward.register_kernel("cuda")(rows_backward)

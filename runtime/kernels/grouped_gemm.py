@@ -129,7 +129,7 @@ def source(spec: GroupedGemm) -> str:
     tile, even = spec.tile, spec.columns % spec.tile.n == 0
     accumulators = {w.accumulator: w.parts for p in spec.products for w in p.weights}
     places = ["ok = inside[:, None]" + ("" if even else f" & (column < {spec.columns})[None, :]")]
-    if 2 in accumulators.values() or any("wide_ok" in line for line in spec.epilogue):
+    if 2 in accumulators.values():
         places.append(f"wide = tile_n * {2 * tile.n} + tl.arange(0, {2 * tile.n})")
         places.append("wide_ok = inside[:, None]" + ("" if even else f" & (wide < {2 * spec.columns})[None, :]"))
     if spec.choices:

@@ -70,10 +70,11 @@ def default(family: str, shape: Shape, arch: str) -> Tile:
         return Tile(64, 64, 16, warps=8, stages=2)
     stages = 2 if amd else 3
     if family == "experts_backward":
-        # The derivative of a body wants the registers that more columns, or a deeper block, would take.
-        if shape.steps > 8 or shape.rows <= 64:
-            return Tile(64, 64, 64, stages=stages) if shape.rows > 32 else Tile(32, 64, 64, warps=4, stages=stages)
-        return Tile(128, 64, 32, stages=stages)
+        # What the derivative of a long body computes takes the registers that more columns would take.
+        columns = 64 if shape.steps > 8 else 128
+        if shape.rows > 64:
+            return Tile(128, columns, 64, warps=8, stages=stages)
+        return Tile(64, columns, 64, stages=stages) if shape.rows > 32 else Tile(32, 64, 64, warps=4, stages=stages)
     rows = 128 if shape.rows > 64 or family == "grouped_outer" else 64 if shape.rows > 32 else 32
     return Tile(rows, 128, 64, warps=8 if rows == 128 else 4, stages=stages)
 

@@ -37,7 +37,7 @@ from .permute import sorted_pairs
 from .rows import accumulator, pair_of_row, sum_of_rows
 
 
-def _check(
+def check(
     op: str, x: Tensor, num_experts: int, w_in: list[Tensor], b_in: list[Tensor], w_out: Tensor, b_out: Tensor | None,
     body: str,
 ) -> None:  # fmt: skip
@@ -62,16 +62,22 @@ def _check(
         raise MoecError("; ".join(wrong), where=f"moec::{op}")
 
 
+def check_pairs(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
+    """Raise MoecError unless the pairs fit the tokens and each other."""
+    if weights_TK.shape != ids_TK.shape or ids_TK.shape[0] != x_TH.shape[0]:
+        raise MoecError(
+            f"x of {x_TH.shape[0]} tokens, weights {tuple(weights_TK.shape)} and ids {tuple(ids_TK.shape)} do not fit",
+            where="moec::experts",
+        )
+
+
 @torch.library.custom_op("moec::experts", mutates_args=(), device_types="cpu")
 def experts(
     x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, w_in: list[Tensor], b_in: list[Tensor], w_out: Tensor,
     b_out: Tensor | None, body: str, kept: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    if weights_TK.shape != ids_TK.shape:
-        raise MoecError(
-            f"weights {tuple(weights_TK.shape)} and ids {tuple(ids_TK.shape)} differ in shape", where="moec::experts"
-        )
-    _check("experts", x_TH, w_out.shape[0], w_in, b_in, w_out, b_out, body)
+    check("experts", x_TH, w_out.shape[0], w_in, b_in, w_out, b_out, body)
+    check_pairs(x_TH, ids_TK, weights_TK)
     pair_N, counts_E, row_of_TK = sorted_pairs(x_TH, ids_TK, w_out.shape[0], "experts")
     total, token_N = pair_N.shape[0] if kept else ids_TK.numel(), _token(pair_N, ids_TK)
     rows_NH, h_NA = cpu.forward(x_TH, token_N, counts_E.tolist(), total, w_in, b_in, w_out, b_out, Body.parse(body))
@@ -132,7 +138,7 @@ def experts_rows(
     x_NH: Tensor, counts_E: Tensor, w_in: list[Tensor], b_in: list[Tensor], w_out: Tensor, b_out: Tensor | None,
     body: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _check("experts_rows", x_NH, counts_E.shape[0], w_in, b_in, w_out, b_out, body)
+    check("experts_rows", x_NH, counts_E.shape[0], w_in, b_in, w_out, b_out, body)
     counts = counts_E.tolist()
     _check_counts(counts, x_NH.shape[0])
     return cpu.forward(x_NH, None, counts, x_NH.shape[0], w_in, b_in, w_out, b_out, Body.parse(body))
