@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from interpreter import repaired  # noqa: E402
+from interpreter import repaired
 
-from moec import MoecError  # noqa: E402
-from moec.runtime.body import Body  # noqa: E402
-from moec.runtime.kernels import experts, experts_catalog  # noqa: E402
-from moec.runtime.kernels.tiles import Tile  # noqa: E402
+from moec import MoecError
+from moec.runtime.body import Body
+from moec.runtime.kernels import experts, experts_catalog
+from moec.runtime.kernels.tiles import Tile
 
 SMALL, LARGE = Tile(16, 16, 16), Tile(32, 32, 32)
 EPS = {torch.float32: 2e-6, torch.bfloat16: 2**-8}

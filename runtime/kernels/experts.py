@@ -124,7 +124,7 @@ def _first(w: Weights, x: Tensor, offset_E1: Tensor, pair: Tensor | None, N: int
 def _second(
     w: Weights, act_NI: Tensor, offset_E1: Tensor, y: Tensor, pairs: tuple[Tensor, int, Tensor] | None
 ) -> None:
-    """``y``: rows of the second product; with ``pairs`` (of rows, K, weights) weighted, and each at its pair's place."""
+    """``y``: rows of the second product; with ``pairs`` (of rows, K, weights) weighted, each at its pair's place."""
     N, bias = act_NI.shape[0], [] if w.b_out is None else [w.b_out]
     spec = rows_spec(
         "moec::experts, forward: second product.", w.E, w.C, (w.I,), (tuple(w.w_out.stride()),), w.dtype,
@@ -142,8 +142,8 @@ def backward(
     b_out: Tensor | None, h_NA: Tensor, row_of_TK: Tensor, counts_E: Tensor, body: str, need: Sequence[bool], *,
     tile: Tile | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of x_TH, weights_TK, w_in…, b_in…, w_out and b_out (where there is one), as ``need`` asks for them;
-    the others are empty."""
+    """Gradients of x_TH, weights_TK, w_in…, b_in…, w_out and b_out (where there is one), as ``need`` asks for
+    them; the others are empty."""
     w, K = Weights(x_TH, w_in, b_in, w_out, b_out, body, tile), row_of_TK.shape[1]
     offset_E1, pair_N = order.offsets(counts_E), order.pairs(row_of_TK, h_NA.shape[0])
     weights_P, grad_TC, x_TH = weights_TK.contiguous(), grad_TC.contiguous(), x_TH.contiguous()
@@ -215,7 +215,7 @@ def _gradients(
     if w.b_out is not None:
         db_EC = torch.empty_like(w.b_out) if need_bias[0] else x.new_empty(0)
         if need_bias[0]:
-            grouped_sum.launch(w.E, w.C, K, offset_E1, *([pair, weights] if pairs else []), grad, db_EC)  # type: ignore[list-item]
+            grouped_sum.launch(w.E, w.C, K, offset_E1, *((pairs[0], pairs[2]) if pairs else ()), grad, db_EC)
         out.append(db_EC)
     return out, d_NA, share
 
@@ -239,7 +239,8 @@ def _outer(
     """The gradient of a weight ``of``, in its own layout."""
     dw = torch.empty_like(of)
     tile = w.tile("grouped_outer", rows_b.width, rows_a.width, N)
-    spec = GroupedOuter("moec::experts, backward: gradient of a weight.", w.E, rows_a, rows_b, _triple(dw), w.dtype, tile, K)
+    title = "moec::experts, backward: gradient of a weight."
+    spec = GroupedOuter(title, w.E, rows_a, rows_b, _triple(dw), w.dtype, tile, K)
     grouped_outer.launch(spec, offset_E1, *([] if pair is None else [pair]), a, b, dw)
     return dw
 

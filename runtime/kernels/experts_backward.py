@@ -93,8 +93,8 @@ def spec(
 
 
 def _halves(tile: Tile, columns: int, wide: bool) -> list[str]:
-    """One half of the tile's columns after the other: what the derivative computes is alive for half of them only, which
-    is the difference between no spilled registers and hundreds of bytes."""
+    """One half of the tile's columns after the other: what the derivative computes is alive for half of them only,
+    which is the difference between no spilled registers and hundreds of bytes."""
     n, even = tile.n // 2, columns % tile.n == 0
     out = [
         f"left, right = tl.split(tl.permute(tl.reshape(back, ({tile.m}, 2, {n})), (0, 2, 1)))",

@@ -34,7 +34,8 @@ def spec(
         weights.append(Weight(f"w{b.product}_ptr", f"acc_{b.name}", (e, k, n), b.columns))
         value = f"acc_{b.name}"
         if biases:
-            where = "" if columns % tile.n == 0 else f", mask={b.columns if b.wide else 'column'} < {columns * len(b.inputs)}"
+            existing = f", mask={'wide' if b.wide else 'column'} < {columns * len(b.inputs)}"
+            where = existing if columns % tile.n else ""
             epilogue.append(f"bias = tl.load(b{b.product}_ptr + expert * {widths[b.product]} + {b.columns}{where})")
             value = f"({value} + bias.to({math})[None, :])"
         epilogue += [

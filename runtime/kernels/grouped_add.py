@@ -36,7 +36,8 @@ def grouped_add(offset_ptr, x_ptr, b_ptr, y_ptr, num_rows):
     ok = (row < num_rows)[:, None] & (column < <columns>)[None, :]
     at = row[:, None].to(tl.int64) * <columns> + column[None, :]
     x = tl.load(x_ptr + at, mask=ok, other=0.0).to(<math>)
-    b = tl.load(b_ptr + expert[:, None] * <columns> + column[None, :], mask=ok & (expert < <experts>)[:, None], other=0.0)
+    owned = ok & (expert < <experts>)[:, None]
+    b = tl.load(b_ptr + expert[:, None] * <columns> + column[None, :], mask=owned, other=0.0)
     tl.store(y_ptr + at, (x + b.to(<math>)).to(<storage>), mask=ok)
 '''
 

@@ -10,9 +10,9 @@ while the group's rows pass by.  A tile
 2. forms its products: rows [N, D], or rows [T, D] of which pair p has row p // K (``gathered``: no permuted copy
    exists), times a weight [E, D, ·] of any strides; several weights share one pass over the rows, and several passes
    may add to one accumulator;
-3. goes on with the *epilogue*: lines of the caller, which know ``row`` (int64; in a tile ``top + line``), ``pair`` (if gathered or asked for),
-   ``expert`` (int64), ``column``, ``tile_n``, ``ok`` (what of the tile exists; ``wide`` and ``wide_ok`` where an
-   accumulator is twice as wide) and the accumulators.
+3. goes on with the *epilogue*: lines of the caller, which know ``row`` (int64; in a tile ``top + line``), ``pair``
+   (if there are pairs), ``expert`` (int64), ``column``, ``tile_n``, ``inside`` (which rows exist), ``ok`` (what of the
+   tile exists; ``wide`` and ``wide_ok`` where an accumulator is twice as wide) and the accumulators.
 
 Shapes and strides are literals of the source; offsets into tensors are 64-bit.  Groups are given by offsets [E + 1]
 (int32): rows before the first and behind the last belong to nobody.
@@ -73,8 +73,8 @@ NAMES = identifiers(TEMPLATE) | {"k", "step", "a", "a_tile", "b_tile", "source",
 
 @dataclass(frozen=True)
 class Weight:
-    """``weight[expert, :, columns]`` -> an accumulator, where ``columns`` is an expression of ``column``; or ``wide``, all
-    of twice as many columns side by side (an accumulator twice as wide)."""
+    """``weight[expert, :, columns]`` -> an accumulator, where ``columns`` is an expression of ``column``; or ``wide``,
+    all of twice as many columns side by side (an accumulator twice as wide)."""
 
     pointer: str
     accumulator: str

@@ -64,8 +64,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class GroupedOuter:
-    """``tile.m`` columns of a and ``tile.n`` of b make a block, ``tile.k`` rows are added at once.  ``choices``: K, where
-    an operand is gathered."""
+    """``tile.m`` columns of a and ``tile.n`` of b make a block, ``tile.k`` rows are added at once.  ``choices``: K,
+    where an operand is gathered."""
 
     title: str
     experts: int
@@ -100,8 +100,9 @@ def source(spec: GroupedOuter) -> str:
         f"blocks of {tile.m} × {tile.n}, {tile.k} rows at once."
     ]
     return fill(
-        TEMPLATE, title=spec.title, about=about, name=spec.name, arguments=", ".join(pointers(spec)), tiles=tiles_p * tiles_q,
-        tiles_q=tiles_q, block_p=tile.m, block_q=tile.n, block_r=tile.k, math=computing(spec.dtype), gather=gather,
+        TEMPLATE, title=spec.title, about=about, name=spec.name, arguments=", ".join(pointers(spec)),
+        tiles=tiles_p * tiles_q, tiles_q=tiles_q, block_p=tile.m, block_q=tile.n, block_r=tile.k,
+        math=computing(spec.dtype), gather=gather,
         row_a="source" if spec.a.gathered else "row", row_b="source" if spec.b.gathered else "row",
         stride_a=spec.a.stride, stride_b=spec.b.stride,
         place_a=across(plus("p", spec.a.offset)), place_b=across(plus("q", spec.b.offset)),

@@ -27,7 +27,7 @@ class Order(NamedTuple):
 def of_ids(ids_TK: Tensor, num_experts: int, op: str) -> Order:
     """A stable counting sort.  Ids outside of [−1, E) stop the device (an asynchronous assertion)."""
     known = ((ids_TK >= -1) & (ids_TK < num_experts)).all()
-    torch.ops.aten._assert_async.msg(known, f"moec::{op}: ids must lie in [0, {num_experts}), or be -1 to drop the pair")
+    torch.ops.aten._assert_async.msg(known, f"moec::{op}: ids must lie in [0, {num_experts}), or be -1")
     key_P = torch.where(ids_TK < 0, num_experts, ids_TK).reshape(-1)
     sorted_P, pair_P = key_P.sort(stable=True)
     bounds_E1 = torch.arange(num_experts + 1, device=ids_TK.device, dtype=key_P.dtype)

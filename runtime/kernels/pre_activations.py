@@ -25,7 +25,7 @@ from .template import across, plus, times
 
 @dataclass(frozen=True)
 class Block:
-    """Columns ``columns`` of product number ``product``; ``offset`` is where that product begins among all A columns."""
+    """Columns ``columns`` of product number ``product``, which begins at ``offset`` among all A columns."""
 
     name: str
     product: int
@@ -48,8 +48,8 @@ class Block:
 
 
 def place(total: int, columns: str = "column") -> str:
-    """Where columns of the tile's rows are in a tensor of ``total`` columns: a scalar of 64 bits and a block of 32, which
-    takes half the registers of a block of 64."""
+    """Where columns of the tile's rows are in a tensor of ``total`` columns: a scalar of 64 bits and a block of 32,
+    which takes half the registers of a block of 64."""
     return f"top.to(tl.int64) * {total} + (line[:, None] * {total} + {across(columns)})"
 
 
@@ -88,7 +88,7 @@ def split(block: Block, value: str, rows: int, columns: int) -> list[str]:
 
 def inputs(found: Sequence[Block], value: str, computing: str) -> dict[str, str]:
     """The expression of every input: ``value`` with a block's name in it holds its values."""
-    out = {}
+    out: dict[str, str] = {}
     for b in found:
         values = (f"even_{b.name}", f"odd_{b.name}") if b.wide else (value.format(b.name),)
         out |= {name: f"{v}.to({computing})" for name, v in zip(b.inputs, values, strict=True) if name}

@@ -22,7 +22,7 @@ FAMILIES = ("experts_forward", "experts_backward", "grouped_rows", "grouped_oute
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows, columns and depth of a block, warps and stages of the software pipeline, programs a multiprocessor holds."""
+    """Rows, columns and depth of a block, warps, stages of the software pipeline, programs on a multiprocessor."""
 
     m: int
     n: int
@@ -113,7 +113,7 @@ def read(path: Path) -> dict[str, dict[str, dict[str, list[int]]]]:
                 for tile in shapes.values():
                     Tile(*tile)
     except (ValueError, TypeError, AttributeError) as e:
-        raise MoecError(f"not a table of tiles: {e}", where=str(path), way_out="delete it and run `moec tune`") from None
+        raise MoecError(f"no table of tiles: {e}", where=str(path), way_out="delete it and run `moec tune`") from None
     return data
 
 
