@@ -64,11 +64,12 @@ def check(
 
 def check_pairs(x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
     """Raise MoecError unless the pairs fit the tokens and each other."""
-    if weights_TK.shape != ids_TK.shape or ids_TK.shape[0] != x_TH.shape[0]:
+    if weights_TK.shape != ids_TK.shape:
         raise MoecError(
-            f"x of {x_TH.shape[0]} tokens, weights {tuple(weights_TK.shape)} and ids {tuple(ids_TK.shape)} do not fit",
-            where="moec::experts",
+            f"weights {tuple(weights_TK.shape)} and ids {tuple(ids_TK.shape)} differ in shape", where="moec::experts"
         )
+    if ids_TK.shape[0] != x_TH.shape[0]:
+        raise MoecError(f"x has {x_TH.shape[0]} tokens but ids has {ids_TK.shape[0]}", where="moec::experts")
 
 
 @torch.library.custom_op("moec::experts", mutates_args=(), device_types="cpu")
