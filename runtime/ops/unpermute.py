@@ -19,14 +19,16 @@ from .rows import accumulator, blocks, pair_of_row, sum_of_rows
 
 
 def check(rows_NH: Tensor, weights_TK: Tensor, row_of_TK: Tensor, op: str = "unpermute") -> None:
+    check_shapes(weights_TK, row_of_TK, op)
+    if row_of_TK.numel() and int(row_of_TK.max()) >= rows_NH.shape[0]:
+        raise MoecError(f"row_of names row {int(row_of_TK.max())}, there are {rows_NH.shape[0]}", where=f"moec::{op}")
+
+
+def check_shapes(weights_TK: Tensor, row_of_TK: Tensor, op: str = "unpermute") -> None:
     if weights_TK.shape != row_of_TK.shape:
         raise MoecError(
             f"weights {tuple(weights_TK.shape)} and row_of {tuple(row_of_TK.shape)} differ in shape",
             where=f"moec::{op}",
-        )
-    if row_of_TK.numel() and int(row_of_TK.max()) >= rows_NH.shape[0]:
-        raise MoecError(
-            f"row_of names row {int(row_of_TK.max())}, there are {rows_NH.shape[0]}", where=f"moec::{op}"
         )
 
 

@@ -1,0 +1,105 @@
+"""The router's and the rows' kernels of the list that is compiled ahead of time.
+
+Legend: E experts, K choices per token, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..route_spec import RouteSpec
+from . import permute, router, router_backward, softmax_rows, unpermute, unpermute_backward
+from .entry import Entry
+from .router import Router
+
+TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv", torch.int64: "i64"}
+
+ROUTERS = {
+    "qwen3_moe": Router(RouteSpec(128, 8, normalize=True), torch.float32, counted=True),
+    "deepseek_v3": Router(
+        RouteSpec(256, 8, "sigmoid", True, 2.5, groups=8, kept_groups=4, group_score="top2"), torch.float32,
+        biased=True, padded=True, counted=True, some=True, balanced=True,
+    ),
+    "mixtral": Router(RouteSpec(8, 2, normalize=True), torch.bfloat16, counted=True, some=True, balanced=True),
+    "gpt_oss": Router(RouteSpec(32, 4, "softmax_post"), torch.bfloat16),
+    "sqrtsoftplus": Router(RouteSpec(100, 6, "sqrtsoftplus", True, capacity_factor=1.0), torch.float32),
+    "random": Router(RouteSpec(64, 6, force="random"), torch.float32),
+}  # fmt: skip
+DAILY = ("qwen3_moe", "deepseek_v3")
+WIDTHS = {"qwen3_moe": (8, 2048), "deepseek_v3": (8, 7168), "gpt_oss": (4, 2880)}
+BF16 = torch.bfloat16
+
+
+def entries(arch: str) -> list[Entry]:
+    """``arch`` decides about one thing: float8_e4m3fn is not what gfx942 computes with."""
+    return [*_routers(), *_rows(arch), *_logits()]
+
+
+def _routers() -> list[Entry]:
+    found = []
+    for name, r in ROUTERS.items():
+        logits, nightly = f"*{TYPES[r.dtype]}:16", name not in DAILY
+        bias = ("bias_ptr", "*fp32:16" if r.biased else "*i64:16")
+        masks = [(f"{m}_ptr", "*u8:16" if used else "*i64:16") for m, used in (("valid", r.padded), ("counted", r.some))]
+        given = (bias, masks[0], ("token_ptr", "*i64:16"), masks[1])
+        out = (("weights_ptr", "*fp32:16"), ("ids_ptr", "*i64:16"), ("sums_ptr", "*fp32:16"), ("counts_ptr", "*i32:16"))
+        arguments = (("logits_ptr", logits), *given, *out, ("num_tokens", "i32:16"))
+        found.append(Entry(f"router {name}", router.source(r), "router", arguments, nightly=nightly))
+        grads = (("grad_ptr", "*fp32:16"), ("sums_grad_ptr", "*fp32:16"), ("logits_ptr", logits))
+        arguments = (*grads, *given, ("ids_ptr", "*i64:16"), ("out_ptr", logits), ("num_tokens", "i32:16"))
+        source = router_backward.source(r)
+        found.append(Entry(f"router_backward {name}", source, "router_backward", arguments, nightly=nightly))
+    return found
+
+
+def _rows(arch: str) -> list[Entry]:
+    found = []
+    sizes = (("num_tokens", "i32:16"), ("num_rows", "i32:16"))
+    for name, (K, H) in WIDTHS.items():
+        nightly = name != "qwen3_moe"
+        for quantise in ("none",) if arch == "gfx942" else permute.QUANTISE:
+            rows = "*bf16:16" if quantise == "none" else "*fp8e4nv:16"
+            arguments = (
+                ("x_ptr", "*bf16:16"), ("row_of_ptr", "*i64:16"), ("named_ptr", "*u8:16"), ("rows_ptr", rows),
+                ("scales_ptr", "*fp32:16"), *sizes,
+            )  # fmt: skip
+            source = permute.source(K, H, BF16, quantise)
+            warps = permute.warps(H)
+            found.append(
+                Entry(f"permute {name} {quantise}", source, "permute", arguments, warps=warps, nightly=nightly)
+            )
+        for addends, weights in ((0, None), (0, torch.float32), (1, torch.float32)):
+            arguments = (
+                ("rows_ptr", "*bf16:16"), ("weights_ptr", "*fp32:16" if weights else "*i64:16"),
+                ("row_of_ptr", "*i64:16"), *((f"addend_{i}_ptr", "*bf16:16") for i in range(addends)),
+                ("y_ptr", "*bf16:16"),
+            )  # fmt: skip
+            what = f"unpermute {name}{'' if weights else ' unweighted'}{' add' if addends else ''}"
+            source = unpermute.source(K, H, BF16, weights, addends)
+            found.append(
+                Entry(what, source, "unpermute", arguments, warps=unpermute.warps(H), nightly=nightly or not addends)
+            )
+        arguments = (
+            ("grad_ptr", "*bf16:16"), ("rows_ptr", "*bf16:16"), ("weights_ptr", "*fp32:16"), ("row_of_ptr", "*i64:16"),
+            ("named_ptr", "*u8:16"), ("rows_grad_ptr", "*bf16:16"), ("weights_grad_ptr", "*fp32:16"), *sizes,
+        )  # fmt: skip
+        source = unpermute_backward.source(K, H, BF16, torch.float32)
+        warps = unpermute_backward.warps(H)
+        found.append(
+            Entry(f"unpermute_backward {name}", source, "unpermute_backward", arguments, warps=warps, nightly=nightly)
+        )
+    return found
+
+
+def _logits() -> list[Entry]:
+    found = []
+    for V, dtype in ((151936, BF16), (32000, torch.float32)):
+        x, nightly = ("x_ptr", f"*{TYPES[dtype]}:16"), dtype != BF16
+        floats = [(f"{n}_ptr", "*fp32:16") for n in ("lse", "picked", "total", "a", "b", "c")]
+        place, stride = ("place_ptr", "*i64:16"), ("stride", "i32:16")
+        source, warps = softmax_rows.source(V, dtype), softmax_rows.warps(V)
+        sums = (x, place, *floats[:3], stride)
+        grads = (x, place, floats[0], *floats[3:], ("out_ptr", x[1]), stride)
+        for kernel, arguments in (("row_sums", sums), ("row_grads", grads)):
+            found.append(Entry(f"{kernel} {TYPES[dtype]} V{V}", source, kernel, arguments, warps=warps, nightly=nightly))
+    return found
