@@ -16,13 +16,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from interpreter import repaired  # noqa: E402
-from test_route import cases  # noqa: E402
+from interpreter import repaired
+from test_route import cases
 
-from moec.runtime.kernels import router, router_backward  # noqa: E402
-from moec.runtime.ops.route import routed_logits  # noqa: E402
-from moec.runtime.ops.scores import score  # noqa: E402
-from moec.runtime.route_spec import RouteSpec  # noqa: E402
+from moec.runtime.kernels import router, router_backward
+from moec.runtime.ops.route import routed_logits
+from moec.runtime.ops.scores import score
+from moec.runtime.route_spec import RouteSpec
 
 ops = torch.ops.moec
 EXAMPLES = settings.default.max_examples // 8

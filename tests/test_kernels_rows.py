@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from interpreter import repaired  # noqa: E402
-from test_ops_permute import routings  # noqa: E402
+from interpreter import repaired
+from test_ops_permute import routings
 
-from moec.runtime.kernels import permute, softmax_rows, unpermute, unpermute_backward  # noqa: E402
+from moec.runtime.kernels import permute, softmax_rows, unpermute, unpermute_backward
 
 ops = torch.ops.moec
 DTYPES = (torch.float32, torch.bfloat16)
@@ -86,10 +86,13 @@ def test_cross_entropy_is_the_cpu_op(N, V, dtype, smoothing, reduction, sliced, 
                                rtol=1e-4 if dtype == torch.float32 else 2**-7, atol=1e-6)  # fmt: skip
 
 
-def test_a_label_that_is_none_makes_the_loss_no_number():
-    with repaired():
-        loss, _ = softmax_rows.cross_entropy(torch.randn(2, 4), torch.tensor([1, 4]), -100, 0.0, 2)
-    assert loss.isnan()
+def test_what_is_out_of_range_is_refused_before_a_kernel_runs():
+    with repaired() as traffic:
+        with pytest.raises(RuntimeError, match="a label is outside of"):
+            softmax_rows.cross_entropy(torch.randn(2, 4), torch.tensor([1, 4]), -100, 0.0, 2)
+        with pytest.raises(RuntimeError, match="another row than the 3"):
+            unpermute.unpermute(torch.randn(3, 4), torch.ones(1, 2), torch.tensor([[0, 3]]))
+    assert not traffic.launches
 
 
 @SOME

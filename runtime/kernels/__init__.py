@@ -5,6 +5,24 @@ device: on CPU tensors it works where Triton interprets), and registers itself a
 this package does the registering and nothing else: Triton is imported by ``source.load``, when a kernel first runs.
 """
 
-from . import experts, grouped
+from . import (
+    experts,
+    grouped,
+    permute,
+    router,
+    router_backward,
+    softmax_rows,
+    unpermute,
+    unpermute_backward,
+)
 
-__all__ = ["experts", "grouped"]
+__all__ = [
+    "experts",
+    "grouped",
+    "permute",
+    "router",
+    "router_backward",
+    "softmax_rows",
+    "unpermute",
+    "unpermute_backward",
+]

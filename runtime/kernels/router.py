@@ -114,8 +114,11 @@ def source(r: Router) -> str:
     if s.normalize and s.top_k > 1:
         weights.append("raw = raw / total")
     weights.append(f"raw = raw * {float(s.scaling)}")
-    valid = ["valid = tl.load(valid_ptr + token, mask=real_T, other=0) != 0", "raw = tl.where(valid[:, None], raw, 0.0)",
-             "ids = tl.where(valid[:, None], ids, -1)"]  # fmt: skip
+    valid = [
+        "valid = tl.load(valid_ptr + token, mask=real_T, other=0) != 0",
+        "raw = tl.where(valid[:, None], raw, 0.0)",
+        "ids = tl.where(valid[:, None], ids, -1)",
+    ]
     return fill(
         TEMPLATE, spec=s.text().replace('"', "'"), functions=text.functions(s, False), tile=r.tile, steps=r.steps,
         experts=s.num_experts, experts_pad=pad(s.num_experts), choices=s.top_k, choices_pad=pad(s.top_k),

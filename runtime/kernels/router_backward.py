@@ -79,11 +79,14 @@ def source(r: Router) -> str:
     through = [f"out = out * {text.slope(s, 'z', 'scores')}"]
     if s.score == "softmax_pre":
         through = ["out = scores * (out - tl.sum(out * scores, 1)[:, None])"]
-    valid = ["valid = tl.load(valid_ptr + token, mask=real_T, other=0) != 0", "out = tl.where(valid[:, None], out, 0.0)"]
+    valid = [
+        "valid = tl.load(valid_ptr + token, mask=real_T, other=0) != 0",
+        "out = tl.where(valid[:, None], out, 0.0)",
+    ]
     return fill(
         TEMPLATE, spec=s.text().replace('"', "'"), functions=text.functions(s, True), tile=r.tile,
         experts=s.num_experts, experts_pad=pad(s.num_experts), choices=s.top_k, choices_pad=pad(s.top_k),
-        math=computing(r.dtype), storage=TRITON[r.dtype], scaling=float(s.scaling), routed=text.routed(s),
+        math=computing(r.dtype), storage=TRITON[r.dtype], scaling=str(float(s.scaling)), routed=text.routed(s),
         scores=text.scores(s, "z", "scores"), choices_of=ids, weights=text.weights(s, "raw"), back=back,
         through=through, valid=valid if r.padded else [], balance=_balance(r) if r.balanced else [],
     )  # fmt: skip

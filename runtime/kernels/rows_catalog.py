@@ -40,7 +40,8 @@ def _routers() -> list[Entry]:
     for name, r in ROUTERS.items():
         logits, nightly = f"*{TYPES[r.dtype]}:16", name not in DAILY
         bias = ("bias_ptr", "*fp32:16" if r.biased else "*i64:16")
-        masks = [(f"{m}_ptr", "*u8:16" if used else "*i64:16") for m, used in (("valid", r.padded), ("counted", r.some))]
+        used = (("valid_ptr", r.padded), ("counted_ptr", r.some))
+        masks = [(m, "*u8:16" if given else "*i64:16") for m, given in used]
         given = (bias, masks[0], ("token_ptr", "*i64:16"), masks[1])
         out = (("weights_ptr", "*fp32:16"), ("ids_ptr", "*i64:16"), ("sums_ptr", "*fp32:16"), ("counts_ptr", "*i32:16"))
         arguments = (("logits_ptr", logits), *given, *out, ("num_tokens", "i32:16"))
@@ -59,7 +60,7 @@ def _rows(arch: str) -> list[Entry]:
         nightly = name != "qwen3_moe"
         for quantise in ("none",) if arch == "gfx942" else permute.QUANTISE:
             rows = "*bf16:16" if quantise == "none" else "*fp8e4nv:16"
-            arguments = (
+            arguments: tuple[tuple[str, str], ...] = (
                 ("x_ptr", "*bf16:16"), ("row_of_ptr", "*i64:16"), ("named_ptr", "*u8:16"), ("rows_ptr", rows),
                 ("scales_ptr", "*fp32:16"), *sizes,
             )  # fmt: skip
@@ -101,5 +102,6 @@ def _logits() -> list[Entry]:
         sums = (x, place, *floats[:3], stride)
         grads = (x, place, floats[0], *floats[3:], ("out_ptr", x[1]), stride)
         for kernel, arguments in (("row_sums", sums), ("row_grads", grads)):
-            found.append(Entry(f"{kernel} {TYPES[dtype]} V{V}", source, kernel, arguments, warps=warps, nightly=nightly))
+            name = f"{kernel} {TYPES[dtype]} V{V}"
+            found.append(Entry(name, source, kernel, arguments, warps=warps, nightly=nightly))
     return found

@@ -118,15 +118,16 @@ def cross_entropy(
     """``moec::cross_entropy``."""
     whole.check(logits_NV, labels_N)
     counted_N, V = labels_N != ignore_index, logits_NV.shape[1]
-    known_N = (labels_N >= 0) & (labels_N < V)
-    lse_N, picked_N, total_N = row_sums(logits_NV, labels_N.masked_fill(~counted_N | ~known_N, -1))
-    picked_N = picked_N.masked_fill(counted_N & ~known_N, torch.nan)  # the host is not waited for
-    return whole.reduced(lse_N, picked_N, total_N, counted_N, V, smoothing, reduction), lse_N
+    known = (((labels_N >= 0) & (labels_N < V)) | ~counted_N).all()
+    torch.ops.aten._assert_async.msg(known, f"moec::cross_entropy: a label is outside of [0, {V})")
+    sums = row_sums(logits_NV, labels_N.masked_fill(~counted_N, -1))
+    return whole.reduced(*sums, counted_N, V, smoothing, reduction), sums[0]
 
 
 def cross_entropy_backward(
-    grad: Tensor, logits_NV: Tensor, labels_N: Tensor, lse_N: Tensor, ignore_index: int, smoothing: float, reduction: int
-) -> Tensor:
+    grad: Tensor, logits_NV: Tensor, labels_N: Tensor, lse_N: Tensor, ignore_index: int, smoothing: float,
+    reduction: int,
+) -> Tensor:  # fmt: skip
     """``moec::cross_entropy_backward``."""
     place_N, *factors = whole.grad_factors(grad, labels_N, logits_NV.shape[1], ignore_index, smoothing, reduction)
     return row_grads(logits_NV, place_N, lse_N, *factors)

@@ -98,9 +98,15 @@ def launch(
     return y_TH
 
 
+def check_rows(rows_NH: Tensor, row_of_TK: Tensor) -> None:
+    N = rows_NH.shape[0]
+    torch.ops.aten._assert_async.msg((row_of_TK < N).all(), f"moec::unpermute: another row than the {N} is named")
+
+
 def unpermute(rows_NH: Tensor, weights_TK: Tensor, row_of_TK: Tensor) -> Tensor:
     """``moec::unpermute``."""
     unpermute_op.check_shapes(weights_TK, row_of_TK)
+    check_rows(rows_NH, row_of_TK)
     return launch(rows_NH, weights_TK, row_of_TK)
 
 
@@ -108,6 +114,7 @@ def unpermute_add(addends_TH: Sequence[Tensor], rows_NH: Tensor, weights_TK: Ten
     """``moec::unpermute_add``."""
     unpermute_op.check_shapes(weights_TK, row_of_TK, "unpermute_add")
     add_op.check_addends(addends_TH, rows_NH, row_of_TK)
+    check_rows(rows_NH, row_of_TK)
     return launch(rows_NH, weights_TK, row_of_TK, addends_TH)
 
 

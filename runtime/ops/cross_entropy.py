@@ -12,8 +12,8 @@ logits).  With smoothing e a row's loss is
 2 ``sum``.  Whatever an ignored row holds, it has no part in the loss and no gradient.  ``lse_N`` is kept for the
 backward and has no gradient of its own.
 
-Raises MoecError for a label outside of [0, V) that is not ``ignore_index`` (on a GPU, which is not waited for, the loss
-is NaN).
+Raises MoecError for a label outside of [0, V) that is not ``ignore_index`` (on a GPU, which is not waited for, an
+asynchronous assertion stops the device).
 
 Backward: ``cross_entropy_backward(grad, logits, labels, lse, ignore_index, smoothing, reduction) -> [N, V]``;
 ``softmax_rows`` says why the logits are read again.
