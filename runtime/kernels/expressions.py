@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Set
 
 import torch
 
-from ..body import ROWSUM, Body, Operand
+from ..body import ROWSUM, Body
 from ..pointwise import PRIMITIVES
 
 TRITON = {
@@ -44,7 +44,7 @@ def lines(
     kernel uses and ``zeros`` an expression of a whole block, which makes one of a result that is none (a number, or
     one value a row).  A sum over columns (``rowsum``) stays what it sums: the kernel knows which columns there are.
     """
-    names: dict[Operand, str] = {}
+    names: dict[object, str] = {}
     whole = {i.name for i in body.inputs if i.form != "row"}
     out = []
     for i in body.inputs:
@@ -59,6 +59,10 @@ def lines(
             continue
         names[s.name] = _free(s.name, taken, names.values())
         expression = PRIMITIVES[s.op].triton.format(*operands, storage=TRITON[dtype], computing=computing(dtype))
+        if inner := _repeated(expression):
+            names[s.name, "inner"] = part = _free(f"{s.name}_inner", taken, names.values())
+            out.append(f"{part} = {inner[1:-1]}")
+            expression = expression.replace(inner, part)
         out.append(f"{names[s.name]} = {expression}")
     results = [names[r] if isinstance(r, str) else literal(r) for r in body.results]
     return out, [e if r in whole else f"({zeros} + {e})" for r, e in zip(body.results, results, strict=True)]
@@ -67,6 +71,22 @@ def lines(
 def listing(body: Body) -> tuple[str, ...]:
     """The body for a comment, a line for each step."""
     return tuple(body.text().split("; "))
+
+
+def _repeated(expression: str) -> str | None:
+    """The longest part in parentheses that a long expression has more than once: it gets a line of its own."""
+    found = []
+    for n, c in enumerate(expression):
+        if c == "(" and (n == 0 or not (expression[n - 1].isalnum() or expression[n - 1] in "_.")):
+            depth = 0
+            for end in range(n, len(expression)):
+                depth += {"(": 1, ")": -1}.get(expression[end], 0)
+                if not depth:
+                    break
+            part = expression[n : end + 1]
+            if expression.count(part) > 1:
+                found.append(part)
+    return max(found, key=len) if found and len(expression) > 100 else None
 
 
 def _free(name: str, taken: Set[str], used: Collection[str]) -> str:
