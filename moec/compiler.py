@@ -1,8 +1,8 @@
 """parallelize: the pipeline on one screen.
 
 capture → normalize → raise_moe → raise_router → configure_router (where asked for) → statistics → shard → redundant
-→ bundle → fsdp (where asked for) → fuse_router, fuse_permute, fuse_cross_entropy (unless turned off) → lower → expand
-(where layers are equal) → bind to process groups → ParallelModule
+→ bundle → fsdp (where asked for) → fuse_router, fuse_experts, fuse_permute, fuse_cross_entropy (unless turned off)
+→ lower → expand (where layers are equal) → bind to process groups → ParallelModule
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from moec.passes.contract import Pass
 from moec.passes.expand import Unlike, expand, expand_layers
 from moec.passes.fsdp import fsdp
 from moec.passes.fuse_cross_entropy import fuse_cross_entropy
+from moec.passes.fuse_experts import fuse_experts
 from moec.passes.fuse_permute import fuse_permute
 from moec.passes.fuse_router import fuse_router
 from moec.passes.joint import JointGraphs, joint_graphs
@@ -54,7 +55,7 @@ __all__ = [
 
 PIPELINE: tuple[Pass, ...] = (
     normalize, raise_moe, raise_router, configure_router, statistics, shard, redundant, bundle, fsdp, units,
-    use_transformer_engine, fuse_router, fuse_permute, fuse_cross_entropy, lower,
+    use_transformer_engine, fuse_router, fuse_experts, fuse_permute, fuse_cross_entropy, lower,
 )  # fmt: skip
 
 

@@ -16,7 +16,8 @@ from moec.passes.shard.rule import differentiable, is_getitem, operands
 from moec.passes.shard.rules import is_creation, rule_for
 from moec.passes.shard.solve import Operand, solve
 from moec.passes.units import packed_types
-from moec.placement import I, P, R, S, Type, Types, V, show
+from moec.passes.verify.dialect import derive_dialect
+from moec.placement import I, R, S, Type, Types, V, show
 from moec.program import Program, op_name
 from moec.runtime.collectives import CONVERSIONS, collective, group_of, is_wait
 from moec.runtime.errors import MoecError
@@ -26,13 +27,6 @@ BY_THE_TABLE = {
     "moec.balance", "moec.inject", "moec.tally", "moec.route_counted", "moec.logsumexp_pick", "moec.cross_entropy",
 }  # fmt: skip
 """Ops of ours that are no expert dialect: their factor rules say all."""
-
-TOKENS = {
-    "moec.permute", "moec.permute_kept", "moec.permute_aligned", "moec.slots", "moec.unpermute", "moec.unpermute_add",
-    "moec.place_rows", "moec.add_rows",
-}  # fmt: skip
-"""Between tokens and rows; the last operand has a line for each token."""
-
 
 def check_types(program: Program) -> None:
     if not program.mesh.names:
@@ -87,7 +81,7 @@ def derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
     if name == "moec.unpack":
         return _unpack(node, derived)
     if entry is not None or (name.startswith("moec.") and name not in BY_THE_TABLE):
-        return _moe(program, node, name, types)
+        return derive_dialect(program, node, dict(zip(ops, types, strict=True)))
     if (
         types
         and any(t == V for t in types[0].values())
@@ -167,90 +161,6 @@ def _unpack(node: fx.Node, derived) -> list[Types]:
         raise MoecError(f"{node.format_node()} takes apart what was not packed so", where=node.meta.get("where", ""))
     whole, axes = derived[node.args[0]], group_of(started).split(",")
     return [{a: whole[a] if a in axes else t for a, t in derived[x].items()} for x in source.args[0]]
-
-
-def _moe(program: Program, node: fx.Node, name: str, types: list[Types]) -> Types | list[Types]:
-    """The expert dialect: tokens S(0), packed or not, over ep and edp, R over etp; rows V; weights S(0) over ep, R over
-    edp."""
-
-    def require(have: Type, want: tuple[Type, ...], axis: str) -> None:
-        if have not in want:
-            raise MoecError(
-                f"{node.format_node()} has an operand of type {have} on {axis}, not {' or '.join(map(str, want))}",
-                where=node.meta.get("where", ""),
-            )
-
-    out: Types = {}
-    row_of: Types = {}
-    for axis in program.mesh.axes:
-        a, etp = axis.name, axis.expert == "etp"
-        on = [t[a] for t in types]
-        added = [on.pop(0) for _ in node.args[0]] if name == "moec.unpermute_add" else []
-        if name in TOKENS:
-            # Tokens are distinct over ep and edp, in whatever order the rows lie: the same order for all operands.
-            # Those that came from other ranks are ragged.
-            tokens = on[-1]  # slots, permute: the ids; the others: the number of each pair's row
-            require(tokens, (R,) if etp else (S(0, tokens.parts), V), a)
-            # All ranks of ep may have the same tokens, and each the ids of its own experts.
-            alike = (tokens, R) if tokens == V and axis.expert == "ep" else (tokens,)
-            if name in ("moec.permute", "moec.permute_kept", "moec.permute_aligned", "moec.slots"):
-                require(on[0], alike, a)
-                out[a] = R if etp else V
-            elif name == "moec.place_rows":
-                require(on[0], (R, I) if etp else (tokens,), a)
-                out[a] = on[0] if etp else V
-            else:
-                require(on[0], (R, P, I) if etp else (V,), a)
-                out[a] = on[0] if etp else tokens
-            if name in ("moec.unpermute", "moec.unpermute_add"):
-                # Rows that a body has summed over etp already are weighted by what is invariant too.
-                require(on[1], (I,) if on[0] == I and node.args[-2].meta["grad"] else alike, a)
-                if tokens == V and on[1] == R:  # each rank adds the pairs of its own experts
-                    out[a] = P
-            for x, t in zip(node.args[0] if added else (), added, strict=True):
-                require(t, (out[a],) if x.meta["grad"] else (out[a], R if out[a] == I else out[a]), a)
-            row_of[a] = tokens
-        elif name == "moec.destinations":
-            require(on[0], (R,) if etp else (S(0, on[0].parts), V), a)
-            out[a] = on[0]
-        elif name == "moec.own_ids":
-            ids, numbers = on
-            require(numbers, (S(0), R) if axis.expert == "ep" else (R,), a)
-            # Only of ids that all ranks have, or that were sent to them, can each rank keep its own.
-            require(ids, (R,) if etp else (R, V) if numbers == S(0) else (S(0, ids.parts), V), a)
-            out[a] = V if numbers == S(0) else ids
-        elif name in ("moec.grouped_mm", "moec.grouped_add") and not etp:
-            require(on[0], (V,), a)
-            require(on[1], (S(0),) if axis.expert == "ep" else (R,), a)
-            out[a] = V
-        elif name == "moec.grouped_mm":
-            x, w = on[:2]
-            if w.kind == "S" and w.dim == 2:
-                require(x, (R,), a)
-                out[a] = S(1, w.parts)
-            elif w.kind == "S":
-                require(w, (S(1, w.parts),), a)
-                require(x, (S(1, w.parts),), a)
-                out[a] = P
-            else:
-                require(w, (R,), a)
-                require(x, (R,), a)
-                out[a] = R
-        elif name == "moec.grouped_add":
-            require(on[1], (P,) if on[0] == P else (R,) if on[0] == R else (S(1, on[0].parts),), a)
-            out[a] = on[0]
-        elif name in ("moec.pad_rows", "moec.take_rows"):  # each rank for its own rows, whatever shard they are
-            out[a] = on[0]
-        else:  # exchanges and re-sorting move whole rows
-            require(on[0], (R, P, I) if etp else (V,), a)
-            out[a] = on[0]
-    if name in ("moec.permute", "moec.permute_kept"):
-        return [out, out, row_of]
-    if name == "moec.permute_aligned":
-        return [out, out, out, row_of]
-    if name == "moec.slots":
-        return [out, row_of]
-    return out
 
 
 def _neutral(types: Types) -> Types:
