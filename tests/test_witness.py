@@ -44,8 +44,10 @@ UNSEEN = ("ids rolled", "weights rolled", "row numbers rolled", "inverse flipped
 
 @pytest.mark.parametrize("degrees", SHAPES, ids=str)
 def test_a_right_program_is_accepted(degrees) -> None:
-    seen = witness(dict(compiled(SHAPES[degrees], degrees))["shard"])
-    assert seen.by_rule["moec.grouped_mm"] == 2
+    stages = dict(compiled(SHAPES[degrees], degrees))
+    assert witness(stages["shard"]).by_rule["moec.grouped_mm"] == 2
+    fused = witness(stages["fuse_experts"]).by_rule
+    assert fused.get("moec.experts_rows", 0) + fused.get("moec.experts", 0) == 1 and "moec.grouped_mm" not in fused
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,7 @@ def test_every_mistake_in_a_collective_is_caught(degrees) -> None:
 
 
 def last_stage(plan: Plan) -> Program:
-    return dict(compile_stages(captured(Shape(12, kv_heads=6)), plan))["units" if plan.fsdp else "bundle"]
+    return dict(compile_stages(captured(Shape(12, kv_heads=6)), plan))["fuse_experts"]
 
 
 @pytest.mark.parametrize("plan", OPTIONS, ids=name)

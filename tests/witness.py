@@ -263,7 +263,8 @@ class Witness:
         """Does an operand lie in other blocks?  The library has no packed shard and takes one for the other; what makes
         one of the other has a rule in ``witness_rules.py``."""
         entry, name = collective(node.target), op_name(node)
-        makes = ("aten.reshape", "moec.pack", "moec.unpack", *PACKED)
+        # The experts take packed weights and others.
+        makes = ("aten.reshape", "moec.pack", "moec.unpack", "moec.experts", "moec.experts_rows", *PACKED)
         if entry is not None or name in makes or node.op != "call_function":
             return False
         of = (n.meta["types"] for n in node.all_input_nodes if isinstance(n.meta.get("types"), dict))

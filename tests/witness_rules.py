@@ -105,6 +105,23 @@ def _grouped_add(w, node, x_NM, bias_EM, counts_E):
     return w.as_rows(w.einsum("enm,em->enm", w.by_expert(x_NM), bias_EM, linear_in=((0, 1),)))
 
 
+def _experts_rows(w, node, rows_NK, counts_E, w_in, b_in, w_out, b_out, body):
+    """Product, bias, a function of all of it, product, bias; and the first products side by side."""
+    h = [_grouped_mm(w, node, rows_NK, weight, counts_E) for weight in w_in]
+    h = [_grouped_add(w, node, x, b, counts_E) for x, b in zip(h, b_in, strict=True)] if b_in else h
+    beside = w.einsum(",".join(["nm"] * len(h)) + "->nm", *h)
+    y = _grouped_mm(w, node, beside, w_out, counts_E)
+    return _grouped_add(w, node, y, b_out, counts_E) if b_out is not None else y, beside
+
+
+def _experts(w, node, x_TH, ids_TK, weights_TK, *weights, **_):
+    *weights, kept = weights
+    rows, counts, row_of = (_permute_kept if kept else _permute)(w, node, x_TH, ids_TK, None)
+    y, h = _experts_rows(w, node, rows, counts, *weights)
+    # The number of each pair's row is typed like its id; of the two only the id is a value without a gradient.
+    return _unpermute(w, node, y, weights_TK, ids_TK), h, row_of, counts
+
+
 def _sort_chunks(w, node, x_NH, counts_RE, inverse):
     if any(derived(x_NH, w.axes[o]) != ("S", 0) or derived(counts_RE, w.axes[o]) != ("S", 1) for o in OWNERS):
         raise spmd.SpmdTypeError("only rows of the experts that live here can be sorted by their counts")
@@ -195,7 +212,8 @@ def _alone(spec: str) -> bool:
 
 MOEC: dict[str, Callable] = {
     "moec.permute": _permute, "moec.unpermute": _unpermute, "moec.grouped_mm": _grouped_mm,
-    "moec.grouped_add": _grouped_add, "moec.sort_chunks": _sort_chunks, "moec.pad_rows": _own_rows,
+    "moec.grouped_add": _grouped_add, "moec.experts": _experts, "moec.experts_rows": _experts_rows,
+    "moec.sort_chunks": _sort_chunks, "moec.pad_rows": _own_rows,
     "moec.take_rows": _own_rows, "moec.lookup": _lookup, "moec.pick": _pick,
     "moec.permute_kept": _permute_kept, "moec.own_ids": _own_ids,
     "moec.slots": _slots, "moec.swap_chunks": _own_rows, "moec.equal_counts": _equal_counts,
