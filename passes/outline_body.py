@@ -222,8 +222,10 @@ def _pow(walk: _Walk, node: fx.Node, x: Any, exponent: Any) -> Operand:
         return squared if exponent == 2 else build.step("square", squared)
     if exponent == 3:
         return build.step("mul", a, squared)
-    if exponent in (0.5, -0.5, -1):
-        return build.step(*{0.5: ("sqrt", a), -0.5: ("rsqrt", a), -1: ("div", 1.0, a)}[exponent])
+    if exponent in (0.5, -0.5):
+        return build.step("sqrt" if exponent == 0.5 else "rsqrt", a)
+    if exponent == -1:
+        return build.step("div", 1.0, a)
     raise Declined(f"{node.name}: power {exponent}")
 
 

@@ -62,7 +62,7 @@ class _OnAxis:
             results = {"moec.slots": 1, "moec.permute_aligned": 3}.get(name, 2)  # rows, and what is counted of them
             return [rows] * results + [tokens]
         if name in ("moec.unpermute", "moec.unpermute_add"):
-            y = self.unpermute(*on[-3:], weights_need_grad=self.node.args[-2].meta["grad"])
+            y = self.unpermute(on[-3], on[-2], on[-1], self.node.args[-2].meta["grad"])
             for x, t in zip(self.node.args[0] if name == "moec.unpermute_add" else [], on, strict=False):
                 self.require(t, *((y,) if x.meta["grad"] or y != I else (y, R)))
             return [y]
