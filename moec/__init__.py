@@ -15,6 +15,7 @@ from moec.router import Router
 from moec.runtime.errors import MoecError
 from moec.state import full_grads, full_state_dict, load_full_state_dict, shard_batch
 from moec.statistics import MoEStats, moe_stats
+from moec.tune import tune
 
 __all__ = [
     "CheckReport",
@@ -34,5 +35,6 @@ __all__ = [
     "parallelize",
     "shard_batch",
     "sharding_rule",
+    "tune",
     "update_expert_bias",
 ]

@@ -1,8 +1,9 @@
-"""The command line: ``moec check`` and ``moec explain``.
+"""The command line: ``moec check``, ``moec explain`` and ``moec tune``.
 
     moec check FILE.py:make_model --plan plan.yaml --world 8
     moec check --hf mixtral --layers 2 --world 4 --tp 2 --ep 4
     moec explain --hf qwen3_moe --world 8 --ep 8 --json
+    moec tune --experts 128 --hidden 2048 --width 768 --top-k 8 --tokens 4096
 
 ``make_model()`` returns the model, or ``(model, example_inputs, example_kwargs)``.  Exit status: 0 when the proof
 holds, 1 when it fails, 2 when the model or plan is refused.
@@ -53,6 +54,13 @@ def _parser() -> argparse.ArgumentParser:
         p.add_argument("--world", type=int, required=True, metavar="N")
         p.add_argument("--json", action="store_true", help="print one JSON object as the last line")
         p.set_defaults(run=run)
+    text = "time the generated kernels of one block's experts on this GPU, and keep the fastest tiles"
+    p = commands.add_parser("tune", help=text, description=text)
+    for size in ("experts", "hidden", "width", "top-k", "tokens"):
+        p.add_argument(f"--{size}", type=int, required=True)
+    p.add_argument("--dtype", default="bfloat16")
+    p.add_argument("--table", type=Path, metavar="TILES.json", help="default: the user's cache directory")
+    p.set_defaults(run=_tune)
     return parser
 
 
@@ -68,6 +76,13 @@ def _explain(args: argparse.Namespace) -> int:
     program = moec.compile_program(model, _plan(args), args.world, inputs, kwargs, training=model.training)
     explanation = moec.explain(program)
     print(explanation.to_json() if args.json else explanation)
+    return 0
+
+
+def _tune(args: argparse.Namespace) -> int:
+    sizes = {k: getattr(args, k) for k in ("experts", "hidden", "width", "top_k", "tokens")}
+    for f in moec.tune(**sizes, dtype=args.dtype, table=args.table):
+        print(f"{f.family:16} {f.shape.key():40} {f.tile} {f.milliseconds:.3f} ms, best of {f.tried}")
     return 0
 
 

@@ -89,10 +89,10 @@ def forward(
     w = Weights(x_TH, w_in, b_in, w_out, b_out, body, tile)
     found, K = order.of_ids(ids_TK, w.E, "experts"), ids_TK.shape[1]
     N = int(found.offset_E1[-1]) if kept else ids_TK.numel()
-    h_NA, act_NI = _first(w, x_TH, found.offset_E1, found.pair_P, N, K)
+    h_NA, act_NI = first(w, x_TH, found.offset_E1, found.pair_P, N, K)
     y_PC = x_TH.new_empty((ids_TK.numel(), w.C))
     weights_P = weights_TK.contiguous()
-    _second(w, act_NI, found.offset_E1, y_PC, (found.pair_P, K, weights_P))
+    second(w, act_NI, found.offset_E1, y_PC, (found.pair_P, K, weights_P))
     return sum_choices.launch(found.row_of_TK, y_PC), h_NA, found.row_of_TK, found.counts_E
 
 
@@ -104,13 +104,13 @@ def rows_forward(
     ops.check("experts_rows", x_NH, counts_E.shape[0], list(w_in), list(b_in), w_out, b_out, body)
     w = Weights(x_NH, w_in, b_in, w_out, b_out, body, tile)
     offset_E1 = order.checked_offsets(counts_E, x_NH.shape[0], "experts_rows")
-    h_NA, act_NI = _first(w, x_NH, offset_E1, None, x_NH.shape[0], 0)
+    h_NA, act_NI = first(w, x_NH, offset_E1, None, x_NH.shape[0], 0)
     y_NC = x_NH.new_empty((x_NH.shape[0], w.C))
-    _second(w, act_NI, offset_E1, y_NC, None)
+    second(w, act_NI, offset_E1, y_NC, None)
     return zero_tail.launch(offset_E1, y_NC), h_NA
 
 
-def _first(w: Weights, x: Tensor, offset_E1: Tensor, pair: Tensor | None, N: int, K: int) -> tuple[Tensor, Tensor]:
+def first(w: Weights, x: Tensor, offset_E1: Tensor, pair: Tensor | None, N: int, K: int) -> tuple[Tensor, Tensor]:
     """Pre-activations and activation of N rows."""
     h_NA, act_NI = x.new_empty((N, w.A)), x.new_empty((N, w.I))
     spec = forward_spec(
@@ -121,7 +121,7 @@ def _first(w: Weights, x: Tensor, offset_E1: Tensor, pair: Tensor | None, N: int
     return zero_tail.launch(offset_E1, h_NA), act_NI
 
 
-def _second(
+def second(
     w: Weights, act_NI: Tensor, offset_E1: Tensor, y: Tensor, pairs: tuple[Tensor, int, Tensor] | None
 ) -> None:
     """``y``: rows of the second product; with ``pairs`` (of rows, K, weights) weighted, each at its pair's place."""
@@ -153,7 +153,7 @@ def backward(
     )
     dx_TH, dweights_TK = x_TH.new_empty(0), weights_TK.new_empty(0)
     if need_x:
-        dx_PH = _rows_gradient(w, d_NA, offset_E1, x_TH.new_empty((row_of_TK.numel(), w.H)), (pair_N, K))
+        dx_PH = rows_gradient(w, d_NA, offset_E1, x_TH.new_empty((row_of_TK.numel(), w.H)), (pair_N, K))
         dx_TH = sum_choices.launch(row_of_TK, dx_PH)
     if need_weights:
         total_TK = share.sum(-1).view(row_of_TK.shape)
@@ -173,7 +173,7 @@ def rows_backward(
     rest, d_NA, _ = _gradients(w, grad_NC, x_NH, h_NA, offset_E1, None, need[0], False, need[1:])
     dx_NH = x_NH.new_empty(0)
     if need[0]:
-        dx_NH = zero_tail.launch(offset_E1, _rows_gradient(w, d_NA, offset_E1, torch.empty_like(x_NH), None))
+        dx_NH = zero_tail.launch(offset_E1, rows_gradient(w, d_NA, offset_E1, torch.empty_like(x_NH), None))
     return [dx_NH, *rest]
 
 
@@ -185,22 +185,9 @@ def _gradients(
     N, J, B = h_NA.shape[0], len(w.w_in), len(w.b_in)
     need_w, need_b, (need_out, *need_bias) = need[:J], need[J : J + B], need[J + B :]
     need_d = need_x or any(need_w) or any(need_b)
-    pair, K, weights = pairs or (None, 0, None)
-    tile = w.tile("experts_backward", w.I, w.C, N)
-    d_NA, act_NI, share = h_NA.new_empty(0), h_NA.new_empty(0), h_NA.new_empty(0)
-    if need_d or need_out or need_weights:
-        spec = backward_spec(
-            w.body, w.widths, w.E, w.C, tuple(w.w_out.stride()), w.dtype, tile, K, need_d, need_out, need_weights
-        )
-        d_NA = torch.empty_like(h_NA) if need_d else d_NA
-        act_NI = h_NA.new_empty((N, w.I)) if need_out else act_NI
-        if need_weights:
-            assert weights is not None
-            share = h_NA.new_zeros((weights.numel(), experts_backward.shares(w.I, tile)), dtype=torch.float32)
-        operands = [*([pair] if pair is not None else []), grad, w.w_out, h_NA]
-        results = [t for t, n in ((d_NA, need_d), (act_NI, need_out), (share, need_weights)) if n]
-        grouped_gemm.launch(spec, N, offset_E1, *operands, *([weights] if weights is not None else []), *results)
-    outer = partial(_outer, w, offset_E1, pair, K, N)
+    pair, K = pairs[:2] if pairs else (None, 0)
+    d_NA, act_NI, share = activation_gradient(w, grad, h_NA, offset_E1, pairs, need_d, need_out, need_weights)
+    outer = partial(weight_gradient, w, offset_E1, pair, K, N)
     out, offset = [], 0
     for n, of, width in zip(need_w, w.w_in, w.widths, strict=True):
         found = outer(of, x, Rows(w.H, w.H, gathered=bool(K)), d_NA, Rows(width, w.A, offset)) if n else None
@@ -220,7 +207,26 @@ def _gradients(
     return out, d_NA, share
 
 
-def _rows_gradient(w: Weights, d_NA: Tensor, offset_E1: Tensor, dx: Tensor, pairs: tuple[Tensor, int] | None) -> Tensor:
+def activation_gradient(
+    w: Weights, grad: Tensor, h_NA: Tensor, offset_E1: Tensor, pairs: tuple[Tensor, int, Tensor] | None, need_d: bool,
+    need_act: bool, need_share: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """``(d_NA, weighted activation [N, I], shares of each pair)``; what is not needed is empty."""
+    N, K, tile = h_NA.shape[0], pairs[1] if pairs else 0, w.tile("experts_backward", w.I, w.C, h_NA.shape[0])
+    d_NA = torch.empty_like(h_NA) if need_d else h_NA.new_empty(0)
+    act_NI = h_NA.new_empty((N, w.I)) if need_act else h_NA.new_empty(0)
+    shares = (pairs[2].numel(), experts_backward.shares(w.I, tile)) if pairs and need_share else (0, 0)
+    share = h_NA.new_zeros(shares, dtype=torch.float32)
+    if need_d or need_act or need_share:
+        strides = tuple(w.w_out.stride())
+        spec = backward_spec(w.body, w.widths, w.E, w.C, strides, w.dtype, tile, K, need_d, need_act, need_share)
+        results = [t for t, n in ((d_NA, need_d), (act_NI, need_act), (share, need_share)) if n]
+        pair, weights = ([pairs[0]], [pairs[2]]) if pairs else ([], [])
+        grouped_gemm.launch(spec, N, offset_E1, *pair, grad, w.w_out, h_NA, *weights, *results)
+    return d_NA, act_NI, share
+
+
+def rows_gradient(w: Weights, d_NA: Tensor, offset_E1: Tensor, dx: Tensor, pairs: tuple[Tensor, int] | None) -> Tensor:
     """``dx``: the gradient of every row, with ``pairs`` (of rows, K) at the place of its pair."""
     strides = tuple((e, m, h) for e, h, m in w.strides_in)
     spec = rows_spec(
@@ -232,7 +238,7 @@ def _rows_gradient(w: Weights, d_NA: Tensor, offset_E1: Tensor, dx: Tensor, pair
     return dx
 
 
-def _outer(
+def weight_gradient(
     w: Weights, offset_E1: Tensor, pair: Tensor | None, K: int, N: int, of: Tensor, a: Tensor, rows_a: Rows, b: Tensor,
     rows_b: Rows,
 ) -> Tensor:  # fmt: skip
