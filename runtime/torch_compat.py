@@ -53,15 +53,27 @@ def kernel(op: str, device_type: str) -> Callable | None:
     return found.get(device_type) or found.get(None)
 
 
+def assert_on_device(condition: Tensor, message: str) -> None:
+    """Stop a GPU, without waiting for it, unless its one-element tensor is true."""
+    torch._assert_async(condition, message)
+
+
 def custom_ops() -> list[str]:
     """``namespace::name`` of every ``torch.library.custom_op`` there is."""
     return sorted(OPDEFS)
 
 
-def run_on_cpu_what_runs_on_cuda(op: str) -> None:
-    """CPU tensors get the function that CUDA tensors would: for a dry run through Triton's interpreter."""
-    if op in OPDEFS and (function := kernel(op, "cuda")) is not None:
-        OPDEFS[op].register_kernel("cpu")(function)
+@contextlib.contextmanager
+def cuda_kernels_on_cpu(ops: Iterable[str]) -> Iterator[None]:
+    """CPU tensors get the functions that CUDA tensors would: for a dry run through Triton's interpreter."""
+    exchanged = {op: (kernel(op, "cpu"), kernel(op, "cuda")) for op in ops if op in OPDEFS}
+    try:
+        for op, (_, function) in exchanged.items():
+            OPDEFS[op].register_kernel("cpu")(function)
+        yield
+    finally:
+        for op, (function, _) in exchanged.items():
+            OPDEFS[op].register_kernel("cpu")(function)
 
 
 def wait(x: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ def dropped(weights_TK: Tensor, ids_TK: Tensor, spec: RouteSpec) -> Tensor:
     else:
         first_N = torch.arange(T * K, device=ids_N.device)
     pair_N = first_N[key_N[first_N].argsort(stable=True)]  # 2
-    counts = torch.bincount(key_N, minlength=D * E + 1)
+    counts = key_N.new_zeros(D * E + 1).scatter_add_(0, key_N, torch.ones_like(key_N))
     start_N = (counts.cumsum(0) - counts)[key_N[pair_N]]
     late_N = torch.arange(T * K, device=ids_N.device) - start_N >= capacity_C
     out_N = torch.empty_like(late_N)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..errors import MoecError
 from ..route_spec import RouteSpec
+from ..torch_compat import assert_on_device
 from .permute import permute_backward
 
 
@@ -44,21 +45,23 @@ def slots(x_TH: Tensor, ids_TK: Tensor, tokens: int, spec: str) -> tuple[Tensor,
     E, (T, K) = s.num_experts, ids_TK.shape
     C = slots_of(s, T, tokens)
     key_N = torch.where(ids_TK < 0, E, ids_TK).reshape(-1)
-    order_N = key_N.argsort(stable=True)
-    counts_E = torch.bincount(key_N, minlength=E + 1)[:E]
-    if T and int(counts_E.max()) > C:
+    counts_E = key_N.new_zeros(E + 1).scatter_add_(0, key_N, torch.ones_like(key_N))
+    if T and key_N.device.type != "cpu":
+        assert_on_device((counts_E[:E] <= C).all(), "moec::slots: an expert has more pairs than slots")
+    elif T and (most := int(counts_E[:E].max())) > C:
         raise MoecError(
-            f"{int(counts_E.max())} pairs for an expert that has {C} slots for {T} tokens: the router kept too many",
+            f"{most} pairs for an expert that has {C} slots for {T} tokens: the router kept too many",
             where="moec::slots",
         )
+    order_N = key_N.argsort(stable=True)
+    expert_N = key_N[order_N]
     first_E = counts_E.cumsum(0) - counts_E
-    kept_N = order_N[: int(counts_E.sum())]
-    expert_N = key_N[kept_N]
-    row_of_N = torch.full_like(order_N, -1)
-    row_of_N[kept_N] = expert_N * C + torch.arange(len(kept_N), device=key_N.device) - first_E[expert_N]
-    rows_NH = x_TH.new_zeros((E * C, x_TH.shape[1]))
-    rows_NH[row_of_N[kept_N]] = x_TH[kept_N // max(K, 1)]
-    return rows_NH, row_of_N.view(T, K)
+    place_N = expert_N * C + torch.arange(T * K, device=key_N.device) - first_E[expert_N]
+    row_of_N = torch.empty_like(key_N)
+    row_of_N[order_N] = place_N.masked_fill(expert_N == E, -1)
+    rows_NH = x_TH.new_zeros((E * C + 1, x_TH.shape[1]))
+    rows_NH[row_of_N] = x_TH.repeat_interleave(K, 0)  # pairs without an expert: to the end, which is cut off
+    return rows_NH[:-1], row_of_N.view(T, K)
 
 
 @slots.register_fake
