@@ -1,8 +1,8 @@
 """parallelize: the pipeline on one screen.
 
 capture → normalize → raise_moe → raise_router → configure_router (where asked for) → statistics → shard → redundant
-→ bundle → fsdp (where asked for) → fuse_router, fuse_experts, fuse_permute, fuse_cross_entropy (unless turned off)
-→ lower → expand (where layers are equal) → bind to process groups → ParallelModule
+→ bundle → fsdp, use_transformer_engine (where asked for) → fuse_router, fuse_experts, fuse_permute, fuse_cross_entropy
+(unless turned off) → lower → expand (where layers are equal) → bind to process groups → ParallelModule
 """
 
 from __future__ import annotations
