@@ -20,6 +20,7 @@ from moec.capture import capture
 from moec.capture.examples import dummy_examples
 from moec.capture.skeleton import replica
 from moec.inputs import counts_as_tensors
+from moec import kernel_listing
 from moec.module import ParallelModule
 from moec.own_plan import own_plan
 from moec.passes import manager
@@ -88,7 +89,10 @@ def compile_program(
         program.mesh, program.own_plan = mesh, own_plan(model)
         program.why_not += declined
         passes = (*PIPELINE, expand) if program.repeats else PIPELINE
-        return manager.run(program, plan, passes, dump=dump, observe=observe)
+        program = manager.run(program, plan, passes, dump=dump, observe=observe)
+        if dump:
+            kernel_listing.write(program, Path(dump) / "kernels")
+        return program
 
     try:
         return run(True, [])

@@ -10,22 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from ..body import Body
-from . import (
-    choice_dot,
-    experts_backward,
-    experts_forward,
-    grouped_add,
-    grouped_gemm,
-    grouped_outer,
-    grouped_rows,
-    grouped_sum,
-    sum_choices,
-    zero_tail,
-)
+from . import block, choice_dot, grouped_add, grouped_sum, sum_choices, zero_tail
+from .block import Block
 from .entry import Entry
-from .grouped_gemm import GroupedGemm
-from .grouped_outer import GroupedOuter, Rows
-from .tiles import Shape, Tile, default
 
 SWIGLU = "g = chunk(h0, 2, 0); u = chunk(h0, 2, 1); t0 = silu(g); t1 = mul(t0, u); return t1"
 SEPARATE = "g = whole(h0); u = whole(h1); t0 = silu(g); t1 = mul(t0, u); return t1"
@@ -53,18 +40,22 @@ class Model:
     everyday: tuple[str, ...] = ()
     """Kernels of the short list: each costs every run of the tests some seconds."""
 
-    @property
-    def widths(self) -> tuple[int, ...]:
+    def block(self) -> Block:
         body = Body.parse(self.body)
-        return (self.I * max(i.parts for i in body.inputs),) * body.products
+        widths = (self.I * max(i.parts for i in body.inputs),) * body.products
+        strides_in = tuple(self._strides(self.H, width) for width in widths)
+        return Block(
+            self.body, self.E, self.H, widths, self.H, strides_in, self._strides(self.I, self.H), self.biases,
+            self.biases, self.dtype, self.K, -(-self.tokens * self.K // self.E),
+        )  # fmt: skip
 
-    def strides(self, rows: int, columns: int) -> tuple[int, int, int]:
+    def _strides(self, rows: int, columns: int) -> tuple[int, int, int]:
         return (rows * columns, 1, rows) if self.transposed else (rows * columns, columns, 1)
 
 
 MODELS = (
     Model("qwen3_moe", 128, 2048, 768, 8, 4096,
-          everyday=("first", "second", "activation's gradient", "weight's gradient")),
+          everyday=("first", "second", "activation's gradient", "first weight's gradient")),
     Model("mixtral", 8, 4096, 14336, 2, 8192),
     Model("deepseek_v3", 256, 7168, 2048, 8, 8192),
     Model("gpt_oss", 32, 2880, 2880, 4, 8192, CLAMPED, biases=True, transposed=False,
@@ -81,37 +72,17 @@ def entries(arch: str) -> list[Entry]:
 
 
 def of_model(m: Model, arch: str) -> list[Entry]:
-    """Every kernel of a block's step: in a model with pairs, and the gradient of rows between exchanges."""
-    body, rows, A = Body.parse(m.body), -(-m.tokens * m.K // m.E), sum(m.widths)
-
-    def tile(family: str, columns: int, depth: int) -> Tile:
-        steps = len(body.derivative(value=True).steps) if family == "experts_backward" else 0
-        return default(family, Shape(columns, depth, rows, m.dtype, steps), arch)
-
-    w_in, w_out = [m.strides(m.H, w) for w in m.widths], m.strides(m.I, m.H)
-    back_in, back_out = [(e, c, k) for e, k, c in w_in], w_out
-    gemms = {
-        "first": experts_forward.spec(
-            body, m.widths, m.E, m.H, w_in, m.biases, m.dtype, tile("experts_forward", m.I, m.H), m.K
-        ),
-        "second": grouped_rows.spec(
-            "second product", m.E, m.H, (m.I,), (w_out,), m.dtype, tile("grouped_rows", m.H, m.I), m.K, m.biases, True
-        ),
-        "activation's gradient": experts_backward.spec(
-            body, m.widths, m.E, m.H, back_out, m.dtype, tile("experts_backward", m.I, m.H), m.K
-        ),
-        "rows' gradient": grouped_rows.spec(
-            "rows' gradient", m.E, m.H, m.widths, back_in, m.dtype, tile("grouped_rows", m.H, A), m.K
-        ),
-    }
-    outer = GroupedOuter(
-        "weight's gradient", m.E, Rows(m.H, m.H, gathered=True), Rows(m.widths[0], A), w_in[0], m.dtype,
-        tile("grouped_outer", m.widths[0], m.H), m.K,
-    )  # fmt: skip
-    return [
-        *(_gemm(f"{m.name} {name}", spec, name not in m.everyday) for name, spec in gemms.items()),
-        _outer(f"{m.name} weight's gradient", outer, "weight's gradient" not in m.everyday),
-    ]
+    """Every kernel of a block's step."""
+    found = []
+    for name, spec in block.specs(m.block(), arch).items():
+        arguments = _arguments(block.pointers(spec), spec.dtype)
+        found.append(
+            Entry(
+                f"{m.name} {name}", block.source(spec), spec.name, arguments, warps=spec.tile.warps,
+                stages=spec.tile.stages, nightly=name not in m.everyday,
+            )
+        )  # fmt: skip
+    return found
 
 
 def _type(pointer: str, dtype: torch.dtype) -> str:
@@ -122,22 +93,6 @@ def _type(pointer: str, dtype: torch.dtype) -> str:
 
 def _arguments(pointers: list[str], dtype: torch.dtype) -> tuple[tuple[str, str], ...]:
     return tuple((p, _type(p, dtype)) for p in pointers)
-
-
-def _gemm(name: str, spec: GroupedGemm, nightly: bool) -> Entry:
-    arguments = _arguments(grouped_gemm.pointers(spec), spec.dtype)
-    return Entry(
-        name, grouped_gemm.source(spec), spec.name, arguments, warps=spec.tile.warps, stages=spec.tile.stages,
-        nightly=nightly,
-    )  # fmt: skip
-
-
-def _outer(name: str, spec: GroupedOuter, nightly: bool) -> Entry:
-    arguments = _arguments(grouped_outer.pointers(spec), spec.dtype)
-    return Entry(
-        name, grouped_outer.source(spec), spec.name, arguments, warps=spec.tile.warps, stages=spec.tile.stages,
-        nightly=nightly,
-    )  # fmt: skip
 
 
 def small_kernels() -> list[Entry]:
