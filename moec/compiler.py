@@ -20,7 +20,7 @@ from moec.capture import capture
 from moec.capture.examples import dummy_examples
 from moec.capture.skeleton import replica
 from moec.inputs import counts_as_tensors
-from moec import kernel_listing
+from moec.kernel_listing import write_kernels
 from moec.module import ParallelModule
 from moec.own_plan import own_plan
 from moec.passes import manager
@@ -91,7 +91,7 @@ def compile_program(
         passes = (*PIPELINE, expand) if program.repeats else PIPELINE
         program = manager.run(program, plan, passes, dump=dump, observe=observe)
         if dump:
-            kernel_listing.write(program, Path(dump) / "kernels")
+            write_kernels(program, Path(dump) / "kernels")
         return program
 
     try:

@@ -1,9 +1,9 @@
 """What generated kernels a program will run on a GPU: their sources, and which nodes of which module each is for.
 
-``write(program, directory)`` puts every kernel of every fused experts block there, once however many layers use it, and
-an ``index.txt``: a line for each node with its module, body and files.  Shapes are those of the graph, so nothing has
-to run; the tiles are those of an sm_90 without a table and 1024 rows an expert, since neither the GPU nor the routing
-is known.
+``write_kernels(program, directory)`` puts every kernel of every fused experts block there, once however many layers
+use it, and an ``index.txt``: a line for each node with its module, body and files.  Shapes are those of the graph, so
+nothing has to run; the tiles are those of an sm_90 without a table and 1024 rows an expert, since neither the GPU nor
+the routing is known.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moec.runtime.kernels.source import write as write_source
 ARCH, ROWS = "sm_90", 1024
 
 
-def write(program: Program, directory: Path) -> None:
+def write_kernels(program: Program, directory: Path) -> None:
     """Nothing is written for a program without fused experts."""
     lines = []
     for node in program.graph.nodes:
