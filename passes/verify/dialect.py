@@ -24,9 +24,14 @@ TOKENS = {
 """Between tokens and rows; the last operand has a line for each token."""
 
 
+def meaning(node: fx.Node) -> str:
+    """``op_name``, of Transformer Engine's ops that of the op of ours which each stands for."""
+    return op_name(node).replace("moec_te.", "moec.")
+
+
 def derive_dialect(program: Program, node: fx.Node, types: Mapping[fx.Node, Types]) -> Types | list[Types]:
     """The types of ``node``'s result or results, of the ``types`` of its operands."""
-    name, ops = op_name(node), operands(node)
+    name, ops = meaning(node), operands(node)
     results: list[Types] = []
     for axis in program.mesh.axes:
         on = _OnAxis(node, axis)

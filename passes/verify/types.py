@@ -16,7 +16,7 @@ from moec.passes.shard.rule import differentiable, is_getitem, operands
 from moec.passes.shard.rules import is_creation, rule_for
 from moec.passes.shard.solve import Operand, solve
 from moec.passes.units import packed_types
-from moec.passes.verify.dialect import derive_dialect
+from moec.passes.verify.dialect import derive_dialect, meaning
 from moec.placement import I, R, S, Type, Types, V, show
 from moec.program import Program, op_name
 from moec.runtime.collectives import CONVERSIONS, collective, group_of, is_wait
@@ -70,8 +70,7 @@ def derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
         return derived[node.args[0]][node.args[1]]
     if is_wait(node.target):
         return derived[node.args[0]]
-    # Transformer Engine's ops are typed as those that they stand for.
-    entry, name = collective(node.target), op_name(node).replace("moec_te.", "moec.")
+    entry, name = collective(node.target), meaning(node)
     if entry is not None and entry.kind in CONVERSIONS:
         return _convert(program, node, derived[node.args[0]], entry)
     ops = operands(node)
