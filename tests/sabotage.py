@@ -65,10 +65,22 @@ def _changes(node: fx.Node) -> Iterator[tuple[str, Callable[[fx.Node], None]]]:
     elif name == "moec.unpermute":
         yield "weights rolled", lambda n: _roll(n, 1)
         yield "row numbers rolled", lambda n: _roll(n, 2)
+    elif name == "moec.unpermute_add":
+        yield "weights rolled", lambda n: _roll(n, 2)
+        yield "row numbers rolled", lambda n: _roll(n, 3)
+        yield "an addend left out", _leave_out
     elif name == "moec.sort_chunks":
         yield "inverse flipped", lambda n: setattr(n, "args", (*n.args[:2], not n.args[2]))
     elif name in ("moec.grouped_mm", "moec.grouped_add"):
         yield "counts reversed", lambda n: _wrap(n, 2, aten.flip.default, [0])
+
+
+def _leave_out(node: fx.Node) -> None:
+    """The last addend counts nothing."""
+    *addends, last = node.args[0]
+    with node.graph.inserting_before(node):
+        zeros = node.graph.call_function(aten.zeros_like.default, (last,))
+    node.args = ([*addends, zeros], *node.args[1:])
 
 
 def _roll(node: fx.Node, at: int) -> None:
