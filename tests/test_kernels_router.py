@@ -100,6 +100,17 @@ def test_router_is_the_cpu_op(case, dtype, masked, balanced, force):
     torch.testing.assert_close(alone, ops.route_backward(grad, z, bias, valid, token, ids, spec.text()), **tolerance)
 
 
+def test_padding_that_counts_was_dropped():
+    z, spec = torch.randn(5, 6), RouteSpec(6, 2, "sigmoid").text()
+    valid = torch.tensor([True, False, True, False, True])
+    args = (z, None, valid, None, torch.tensor([True, True, True, False, False]), spec, True)
+    with repaired():
+        got = router.counted(*args)
+    want = ops.route_counted(*args)
+    assert torch.equal(got[2][:-1], want[2][:-1]) and torch.equal(got[4], want[4])
+    assert got[2][:6].sum() == 4 and got[2][6] == 2 and got[2][7] == 3 and got[4].sum() == 6
+
+
 def test_experts_that_score_alike_are_taken_from_the_lowest():
     for E, K in ((5, 3), (130, 7)):
         with repaired():
@@ -129,7 +140,7 @@ def test_a_router_of_160_experts_in_8_groups():
     torch.testing.assert_close(got[3], want[3], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)])
 def test_traffic(dtype):
     """Every byte that goes in or out goes once; partial sums are the rest."""
     T, E, K = 512, 64, 8
