@@ -24,6 +24,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -184,18 +185,16 @@ class Body:
                 source = rows[i.source][:, None] if i.form == "row" else i.of(products[i.source])
             values[i.name] = source.to(computing)
         goal = dict(zip(self.results, out, strict=True)) if out and storage == computing else {}
-        for s, slot in zip(self.steps, self._slots, strict=True):
-            operands = [values[o] if isinstance(o, str) else o for o in s.operands]
+        for s, (slot, wide) in zip(self.steps, self._places, strict=True):
+            operands: list[Any] = [values[o] if isinstance(o, str) else o for o in s.operands]
             if s.op == ROWSUM:
-                values[s.name] = operands[0].expand(shape).sum(1)  # type: ignore[union-attr]
+                values[s.name] = operands[0].expand(shape).sum(1)
                 continue
             if s.op == ROUNDED:
-                operands.append(storage)  # type: ignore[arg-type]
-            into = None
-            if any(isinstance(o, Tensor) and o.shape == shape for o in operands):
-                into = goal.get(s.name)
-                if into is None and buffers is not None:
-                    into = buffers.at(slot, shape, computing)
+                operands.append(storage)
+            into = goal.get(s.name) if wide else None
+            if into is None and wide and buffers is not None:
+                into = buffers.at(slot, shape, computing)
             values[s.name] = PRIMITIVES[s.op].torch(*operands, out=into)
         results = [values[r] if isinstance(r, str) else products[0].new_full((), r) for r in self.results]
         if not out:  # a vector is the gradient of a row; what does not depend on the columns is spread over them
@@ -206,18 +205,22 @@ class Body:
         return list(out)
 
     @cached_property
-    def _slots(self) -> tuple[int, ...]:
-        """For each step the number of a buffer, free while the step's value is needed."""
+    def _places(self) -> tuple[tuple[int, bool], ...]:
+        """For each step the number of a buffer that is free while the step's value is needed, and whether the value
+        has a number for every column (not only for every row)."""
         last: dict[Operand, int] = {o: n for n, s in enumerate(self.steps) for o in s.operands}
         last |= dict.fromkeys(self.results, len(self.steps))
+        wide: set[Operand] = {i.name for i in self.inputs if i.form != "row"}
         holders: list[Operand] = []
-        slots = []
+        places = []
         for n, s in enumerate(self.steps):
             free = (i for i, name in enumerate(holders) if last.get(name, -1) < n)
             slot = next(free, len(holders))
             holders[slot : slot + 1] = [s.name]
-            slots.append(slot)
-        return tuple(slots)
+            if not wide.isdisjoint(s.operands):
+                wide.add(s.name)
+            places.append((slot, s.name in wide))
+        return tuple(places)
 
     def _problems(self) -> list[str]:
         problems, known = [], set()

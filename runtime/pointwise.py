@@ -40,6 +40,8 @@ def _tensors(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """``fn`` of two tensors, for operands of which one may be a number."""
 
     def call(a: Tensor | float, b: Tensor | float, out: Tensor | None = None) -> Tensor:
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            return fn(a, b, out=out)
         like = a if isinstance(a, Tensor) else b
         a, b = (x if isinstance(x, Tensor) else like.new_full((), x) for x in (a, b))  # type: ignore[union-attr]
         return fn(a, b, out=out)

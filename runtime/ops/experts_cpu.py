@@ -18,7 +18,7 @@ Backward, for each tile: 1. g_RH, x_RH ← rows of the sources    2. d_RI ← g 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from ..body import Body, Buffers
-from .rows import accumulator, blocks
+from .rows import accumulator
 
-TILE = 1024
-"""Rows.  Products of fewer rows are slower, buffers of more leave the cache."""
+TILE, BLOCK = 1024, 512
+"""Rows of a tile: products of fewer are slower, buffers of more leave the cache; and of a block, which the body is
+computed for at a time."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,10 @@ def forward(
     out_of, bias_out = w_out.unbind(0), None if b_out is None else b_out.unbind(0)
     for tile in plan:
         x_RH, h_RA, a = rows.of(tile), h_NA[tile.start : tile.end], a_RI[: tile.rows]  # 1
-        for i, h_RM in enumerate(h_RA.split(widths, 1)):
+        for i, h_RM in enumerate(_columns(h_RA, widths)):
             _products(tile, x_RH, into[i], h_RM, biases[i] if biases else None)  # 2
         for h, a_block in _blocks(h_RA, a):
-            body.run(h.split(widths, 1), out=[a_block], buffers=buffers)  # 3
+            body.run(_columns(h, widths), out=[a_block], buffers=buffers)  # 3
         _products(tile, a, out_of, y_NH[tile.start : tile.end], bias_out)  # 4
     return y_NH, h_NA
 
@@ -137,7 +138,7 @@ def backward(
         if db_out is not None and db_out.numel():
             _add_sums(tile, g_RH, weight, db_out)
         x_RH = rows.of(tile) if any(t.numel() for t in dw_in) else g_RH
-        for i, dh_RM in enumerate(dh.split(widths, 1)):
+        for i, dh_RM in enumerate(_columns(dh, widths)):
             if dw_in[i].numel():  # 5
                 _add_weight_gradients(tile, x_RH, dh_RM, dw_in[i])
             if b_in and db_in[i].numel():
@@ -160,7 +161,7 @@ class _Activation:
     def __call__(
         self, h_BA: Tensor, d_BI: Tensor, a_BI: Tensor, dh_BA: Tensor, weight_B: Tensor | None, dweight_B: Tensor | None
     ) -> None:
-        h, dh = h_BA.split(self.widths, 1), dh_BA.split(self.widths, 1)
+        h, dh = _columns(h_BA, self.widths), _columns(dh_BA, self.widths)
         scaled_BI, (B, I) = d_BI, d_BI.shape  # noqa: E741
         if weight_B is not None:
             scaled_BI = torch.mul(d_BI, weight_B[:, None], out=self.weighted.at(0, (B, I), d_BI.dtype))
@@ -202,14 +203,23 @@ def _buffer(like: Tensor, plan: list[Tile], columns: int) -> Tensor:
 
 
 def _blocks(first: Tensor, *others: Tensor | None) -> Iterator[tuple]:
-    """The tensors in blocks of rows that a core's cache holds."""
-    for lines in blocks(first.shape[0], first.shape[1] * first.itemsize):
+    """The tensors in blocks of rows."""
+    R = first.shape[0]
+    for start in range(0, R, BLOCK):
+        lines = slice(start, min(start + BLOCK, R))
         yield tuple(None if t is None else t[lines] for t in (first, *others))
 
 
-def _by_expert(tile: Tile, *tensors: Tensor) -> Iterator[tuple]:
+def _by_expert(tile: Tile, *tensors: Tensor) -> Iterable[tuple]:
     """``(expert, its rows of each tensor)`` of a tile."""
-    return zip(tile.experts, *[t.split(tile.lengths) for t in tensors], strict=True)
+    if len(tile.experts) == 1:
+        return ((tile.experts[0], *tensors),)
+    return zip(tile.experts, *[t.split_with_sizes(tile.lengths) for t in tensors], strict=True)
+
+
+def _columns(t: Tensor, widths: list[int]) -> Sequence[Tensor]:
+    """Each first product, of all of them side by side."""
+    return (t,) if len(widths) == 1 else t.split_with_sizes(widths, 1)
 
 
 def _products(
