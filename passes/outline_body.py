@@ -7,6 +7,7 @@ gives the body, the first products in graph order, and the nodes that the body r
 * Its columns enter whole, as one of several equal blocks (split, slice, select of a dim that a reshape made), or as
   every n-th of them.  Widths are those of a rank: after ``shard`` a packed dim is cut in each of its blocks.
 * Other nodes are pointwise functions that a primitive computes (``moec/runtime/pointwise.py``), of these and numbers.
+* Dims of size 1 may come and go.
 * A cast to the computing dtype is what the body does anyway; one to the dtype of the products is a rounding, and kept.
 
 Raises ``Declined`` with the reason where any of this does not hold, or a value has users beyond these nodes.
@@ -27,6 +28,7 @@ from moec.runtime.body import Body, Builder, Operand
 from moec.runtime.mesh import Mesh
 from moec.runtime.ops.rows import accumulator
 from moec.runtime.pointwise import ROUNDED
+from moec.runtime.torch_compat import expr
 
 INF = float("inf")
 
@@ -43,7 +45,7 @@ def outline(result: fx.Node, counts: fx.Node, mesh: Mesh) -> tuple[Body, list[fx
     value = walk.value(result)
     if not isinstance(value, str):
         raise Declined("what is between the products does not depend on the first of them")
-    return walk.build.body(value), products, walk.seen
+    return walk.build.body(value), products, walk.seen - set(products)
 
 
 def is_product(node: Any, counts: fx.Node) -> bool:
@@ -79,6 +81,7 @@ class _Walk:
         self.mesh, self.build = mesh, Builder()
         self.storage: torch.dtype = products[0].meta["val"].dtype
         self.computing = accumulator(self.storage)
+        self.rows = products[0].meta["val"].shape[0]
         self.seen: set[fx.Node] = set()
         self._known: dict[fx.Node, Operand] = {}
 
@@ -95,11 +98,15 @@ class _Walk:
     def _value(self, node: fx.Node) -> Operand:
         if node in self.products:
             return self.build.input("whole", self.products[node])
-        if (part := self._part(node)) is not None:
-            return part
         if node.op != "call_function":
             raise Declined(f"{node.name} enters between the products")
+        if (source := _same_matrix(node)) is not None:
+            return self.value(source)
+        if (part := self._part(node)) is not None:
+            return part
         name = op_name(node)
+        if isinstance(node.meta["val"], torch.Tensor) and not self._is_matrix(node):
+            raise Declined(f"{name} mixes rows, or rows and columns")
         if node.meta["val"].dtype not in (self.storage, self.computing):
             raise Declined(f"{name} computes in {node.meta['val'].dtype}")
         write = _WRITE.get(name)
@@ -107,38 +114,51 @@ class _Walk:
             raise Declined(f"{name} is no function that generated code knows")
         return write(self, node, *node.args, **node.kwargs)
 
+    def _is_matrix(self, node: fx.Node) -> bool:
+        """Are its dims rows and columns, and others of size 1 at most?"""
+        shape = _without_ones(node)
+        return len(shape) <= 2 and (not shape or bool(expr(shape[0]) == expr(self.rows)))
+
     # -- columns of a product
 
     def _part(self, node: fx.Node) -> str | None:
         """``node`` as a part of the columns of a product."""
-        if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        if not node.args or not isinstance(node.args[0], fx.Node):
             return None
         source, name = node.args[0], op_name(node)
         if is_getitem(node) and op_name(source) in ("aten.split", "aten.split_with_sizes", "aten.chunk"):
-            parts = source.meta["val"]
-            if source.args[0] in self.products and len({p.shape[-1] for p in parts}) == 1:
-                if not _is_last(source, 2):
+            parts, product = source.meta["val"], self._product(source.args[0])
+            if product is not None and len({p.shape[-1] for p in parts}) == 1:
+                if not _cuts_columns(source, 2):
                     raise Declined(f"{source.name} cuts rows")
-                return self._chunk(source.args[0], len(parts), node.args[1], via=source)
-        if name == "aten.slice" and source in self.products and _is_last(node, 1):
-            return self._slice(node, *node.args)
-        reshaped, unbound = source, None
-        if is_getitem(node) and op_name(source) == "aten.unbind":
-            reshaped, unbound = source.args[0], source
-        if (unbound or name == "aten.select") and op_name(reshaped) == "aten.reshape":
+                return self._chunk(product, len(parts), node.args[1], via=source)
+        if name == "aten.slice" and (product := self._product(source)) is not None and _cuts_columns(node, 1):
+            return self._slice(node, product, *node.args[2:])
+        cut = source if is_getitem(node) and op_name(source) == "aten.unbind" else node
+        reshaped = cut.args[0]
+        if (cut is not node or name == "aten.select") and op_name(reshaped) == "aten.reshape":
             if reshaped.args[0] in self.products and reshaped.meta["val"].ndim == 3:
-                cut = unbound or node
-                dim = (cut.args[1] if len(cut.args) > 1 else 0) % 3
-                index = node.args[1] if unbound else node.args[2]
                 self.seen |= {reshaped, cut}
-                return self._of_reshaped(reshaped, dim, index)
+                dim = (cut.args[1] if len(cut.args) > 1 else 0) % 3
+                return self._of_reshaped(reshaped, dim, node.args[1] if cut is not node else node.args[2])
         return None
 
-    def _chunk(self, product: Any, parts: int, index: int, via: fx.Node) -> str:
+    def _product(self, node: Any) -> fx.Node | None:
+        """The product that ``node`` is, dims of size 1 apart."""
+        via = []
+        while node not in self.products and (source := _same_matrix(node)) is not None:
+            via.append(node)
+            node = source
+        if node not in self.products:
+            return None
+        self.seen |= set(via)
+        return node
+
+    def _chunk(self, product: fx.Node, parts: int, index: int, via: fx.Node) -> str:
         self.seen.add(via)
         return self.build.input("chunk" if parts > 1 else "whole", self.products[product], parts, index)
 
-    def _slice(self, node: fx.Node, product: Any, dim: int = 0, start: Any = 0, end: Any = None, step: int = 1) -> str:
+    def _slice(self, node: fx.Node, product: fx.Node, start: Any = 0, end: Any = None, step: int = 1) -> str:
         """Numbers are those of a rank, recorded shapes global."""
         whole, width = self._width(product), self._width(node)
         start, end = start or 0, whole if end is None else end
@@ -149,7 +169,7 @@ class _Walk:
             if whole % step or end <= whole - step + start or start >= step:
                 raise Declined(f"{node.name} takes neither a block of columns nor every {step}th of all")
             return self.build.input("every", self.products[product], step, start)
-        if end == start or whole % (end - start) or start % (end - start) or width != end - start:
+        if end <= start or whole % (end - start) or start % (end - start) or width != end - start:
             raise Declined(f"{node.name} takes columns {start} to {end} of {whole}, no one of several equal blocks")
         return self._chunk(product, whole // (end - start), start // (end - start), via=node)
 
@@ -157,12 +177,13 @@ class _Walk:
         """``[N, parts, width]`` and ``[N, width, parts]``, one index of the parts taken."""
         product = reshaped.args[0]
         parts = reshaped.meta["val"].shape[dim]
-        if dim == 0 or not isinstance(parts, int) or reshaped.meta["val"].shape[0] != product.meta["val"].shape[0]:
+        if dim == 0 or not isinstance(parts, int) or expr(reshaped.meta["val"].shape[0]) != expr(self.rows):
             raise Declined(f"{reshaped.name} mixes rows and columns")
         return self.build.input("chunk" if dim == 1 else "every", self.products[product], parts, index % parts)
 
     def _width(self, node: fx.Node) -> int:
-        return local_shape((0, node.meta["val"].shape[1]), node.meta.get("types") or {}, self.mesh)[1]
+        shape = (0,) * (node.meta["val"].ndim - 1) + (node.meta["val"].shape[-1],)
+        return local_shape(shape, node.meta.get("types") or {}, self.mesh)[-1]
 
     # -- functions
 
@@ -183,9 +204,36 @@ class _Walk:
         return write
 
 
-def _is_last(node: fx.Node, at: int) -> bool:
-    """Is the operand ``at`` of a node that cuts a matrix its columns?"""
-    return (node.args[at] if len(node.args) > at else 0) % 2 == 1
+def _cuts_columns(node: fx.Node, at: int) -> bool:
+    """Is the operand ``at`` of a node that cuts its first operand the last dim?"""
+    ndim = node.args[0].meta["val"].ndim
+    return (node.args[at] if len(node.args) > at else 0) % ndim == ndim - 1
+
+
+def _without_ones(node: fx.Node) -> list:
+    return [n for n in node.meta["val"].shape if not (isinstance(n, int) and n == 1)]
+
+
+def _same_matrix(node: fx.Node) -> fx.Node | None:
+    """The operand of a node that only makes or drops dims of size 1, or moves them."""
+    name = op_name(node)
+    if name not in ("aten.reshape", "aten.permute", "aten.transpose", "aten.unsqueeze", "aten.squeeze"):
+        return None
+    source = node.args[0]
+    old, new = _without_ones(source), _without_ones(node)
+    if len(old) != len(new) or any(expr(a) != expr(b) for a, b in zip(old, new, strict=True)):
+        return None
+    if name in ("aten.permute", "aten.transpose"):
+        order = list(range(source.meta["val"].ndim))
+        if name == "aten.permute":
+            order = [d % len(order) for d in node.args[1]]
+        else:
+            a, b = node.args[1] % len(order), node.args[2] % len(order)
+            order[a], order[b] = order[b], order[a]
+        kept = [d for d in order if not (isinstance(n := source.meta["val"].shape[d], int) and n == 1)]
+        if kept != sorted(kept):
+            return None
+    return source
 
 
 def _plain(op: str) -> Callable[..., Operand]:

@@ -191,6 +191,7 @@ def _setup_rows(ctx, inputs, output) -> None:
 
 def _save(ctx, w_in: list[Tensor], b_in: list[Tensor], w_out: Tensor, b_out: Tensor | None, *others: Tensor) -> None:
     ctx.parts = len(w_in), len(b_in), b_out is not None
+    ctx.set_materialize_grads(False)  # of h and indices: zeros that nobody reads
     ctx.save_for_backward(*w_in, *b_in, w_out, *([] if b_out is None else [b_out]), *others)
 
 
@@ -216,6 +217,8 @@ def _nested(ctx, gradients: list[Tensor], need: list[bool]) -> tuple:
 
 
 def _backward(ctx, grad_TH, _h, _row_of, _counts):
+    if grad_TH is None:
+        return (None,) * 9
     w_in, b_in, w_out, b_out, (x_TH, weights_TK, h_NA, row_of_TK, counts_E) = _saved(ctx)
     need_x, _, need_weights, *rest = ctx.needs_input_grad[:7]
     need = [need_x, need_weights, *_flat(rest)][: 3 + len(w_in) + len(b_in) + (b_out is not None)]
@@ -227,6 +230,8 @@ def _backward(ctx, grad_TH, _h, _row_of, _counts):
 
 
 def _rows_backward(ctx, grad_NH, _h):
+    if grad_NH is None:
+        return (None,) * 7
     w_in, b_in, w_out, b_out, (x_NH, counts_E, h_NA) = _saved(ctx)
     need_x, _, *rest = ctx.needs_input_grad[:6]
     need = [need_x, *_flat(rest)][: 2 + len(w_in) + len(b_in) + (b_out is not None)]
