@@ -5,8 +5,8 @@ and 3.9.
 Guarantees, inside ``with repaired() as traffic`` (tests/test_interpreter.py shows each, and the stock interpreter's
 wrong result):
 
-* bf16 and fp8 compute on values, not on their bits: each step in fp32, rounded once; ``tl.sum`` and ``tl.cumsum`` once
-  at the end (a GPU rounds at every step: kernels upcast before they reduce);
+* bf16 and fp8 compute on values, not on their bits: each step in fp32, rounded once; ``tl.sum`` and ``tl.cumsum``
+  once at the end (a GPU rounds at every step: kernels upcast before they reduce);
 * conversions to bf16 and fp8 round to nearest even, like torch's;
 * ``tl.fma`` rounds once; ``tl.dot`` of fp32 with the default precision loses the bits that tf32 loses;
 * ``tl.minimum``, ``tl.maximum``, ``tl.clamp`` drop NaN where the kernel does not ask for it, ``tl.histogram`` drops
@@ -87,7 +87,7 @@ class Builder(stock.InterpreterBuilder):
             return super().binary_op(lhs, rhs, op)
         return self._result(op(wide(lhs), wide(rhs)), lhs.dtype.scalar)
 
-    def unary_op(self, arg, op):
+    def unary_op(self, arg, op):  # triton 3.9 negates so
         return self._result(op(wide(arg)), arg.dtype.scalar) if is_narrow(arg) else super().unary_op(arg, op)
 
     @staticmethod
@@ -148,19 +148,20 @@ class Builder(stock.InterpreterBuilder):
     # -- memory
 
     def create_masked_load(self, ptrs, mask, other, *policy):
-        return super().create_masked_load(self._real(ptrs, mask, store=False), mask, other, *policy)
+        return super().create_masked_load(*self._real(ptrs, mask, store=False), other, *policy)
 
     def create_masked_store(self, ptrs, value, mask, *policy):
-        return super().create_masked_store(self._real(ptrs, mask, store=True), value, mask, *policy)
+        real, mask = self._real(ptrs, mask, store=True)
+        return super().create_masked_store(real, value, mask, *policy)
 
     def _real(self, ptrs, mask, store):
+        """Real addresses, and the mask as booleans (put together from a scalar and a block it is numbers)."""
         width = max(1, ptrs.get_element_ty().primitive_bitwidth // 8)
         x, y, z = self.grid_idx
         program = (x * self.grid_dim[1] + y) * self.grid_dim[2] + z
-        # A mask that was put together from a scalar and a block has numbers 0 and 1 for data.
-        used = ptrs.data[np.broadcast_to(mask.data.astype(bool), ptrs.data.shape)]
-        self.launch.access(used, width, program, store)
-        return TensorHandle(ptrs.data & ADDRESS, ptrs.dtype)
+        used = np.array(np.broadcast_to(mask.data.astype(bool), ptrs.data.shape))
+        self.launch.access(ptrs.data[used], width, program, store)
+        return TensorHandle(ptrs.data & ADDRESS, ptrs.dtype), TensorHandle(used, tl.int1)
 
     def create_atomic_cas(self, *args):
         raise NotImplementedError("atomics: results that depend on who comes first")
@@ -172,7 +173,7 @@ class Reduce(stock.ReduceOps):
     def sum(self, input):
         return narrowed(super().sum, input)
 
-    def min_max(self, input, val_reduce_op, idx_reduce_op=None):
+    def min_max(self, input, val_reduce_op, idx_reduce_op=None):  # triton 3.6 gives it fp32, 3.9 bf16
         input = input[0] if isinstance(input, tuple) else input
         if not is_narrow(input.handle):
             return super().min_max(input, val_reduce_op, idx_reduce_op)
@@ -184,7 +185,7 @@ class Reduce(stock.ReduceOps):
         return value, self.to_tensor(idx_reduce_op(values, axis=self.axis, keepdims=self.keep_dims), tl.int32)
 
 
-class Scan(stock.ScanOps):
+class Scan(stock.ScanOps):  # triton 3.6 gives it fp32, 3.9 bf16
     def cumsum(self, input):
         return [narrowed(lambda x: super(Scan, self).cumsum(x)[0], input)]
 
