@@ -178,7 +178,7 @@ def test_block_deep(case, tile):
     case.check(tile)
 
 
-@pytest.mark.parametrize(("number", "body"), enumerate(sorted(BODIES)))
+@pytest.mark.parametrize(("number", "body"), list(enumerate(sorted(BODIES))))
 def test_bodies(number, body):
     """Several tiles of rows, columns and depth; the last of each is not whole."""
     dtype = torch.bfloat16 if number % 2 else torch.float32
@@ -226,6 +226,25 @@ def test_rows_between_exchanges(counts, dtype):
     gradients[0] = gradients[0][:N]
     for n, (got, want) in enumerate(zip(gradients, wanted[:1] + wanted[2:], strict=True)):
         close(got, want, f"gradient {n}", dtype)
+
+
+def test_what_is_materialised():
+    """Everything that a step writes to memory: no permuted copy of x or of the gradient, no gradient of the activation,
+    and what the backward starts from is the inputs, the pre-activations and the order."""
+    T, K, H, I, C = 8, 2, 24, 20, 28  # noqa: E741
+    case, A, P = Case(T=T, K=K, H=H, I=I, C=C, drop=0.0), 2 * I, T * K
+    with repaired() as traffic:
+        y, h, row_of, counts = experts.forward(case.x, case.ids, case.weights, *case.weights_of(), tile=LARGE)
+    assert [tuple(t.shape) for t in traffic.written()] == [(P, A), (P, I), (P, C), (T, C)]
+    assert (row_of.shape, counts.shape) == ((T, K), (case.E,))
+    with repaired() as traffic:
+        experts.backward(
+            case.grad, case.x, case.weights, case.w_in, case.b_in, case.w_out, case.b_out, h, row_of, counts, case.body,
+            [True] * 6, tile=LARGE,
+        )  # fmt: skip
+    shares = (P, 2)  # a number for each half of a tile
+    of_weights = [(case.E, H, A), (case.E, A), (case.E, I, C), (case.E, C)]
+    assert [tuple(t.shape) for t in traffic.written()] == [(P, A), (P, I), shares, *of_weights, (P, H), (T, H), (T, K)]
 
 
 def test_no_tokens():

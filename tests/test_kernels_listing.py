@@ -32,6 +32,7 @@ def test_a_dump_has_the_kernels_and_says_whose_they_are(tmp_path, plan, world, o
             assert "pair_ptr" not in text
 
 
+@pytest.mark.nightly
 def test_a_program_without_fused_experts_writes_no_kernels(tmp_path):
     moec.compile_program(Regression(), moec.Plan(fuse=False), 1, floats(4), {}, training=True, dump=tmp_path)
     assert not (tmp_path / "kernels").exists()

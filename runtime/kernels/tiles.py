@@ -67,16 +67,17 @@ def default(family: str, shape: Shape, arch: str) -> Tile:
     amd = arch.startswith("gfx")
     if shape.dtype in (torch.float32, torch.float64):
         # Without tensor cores: accumulators and operands both live in registers.
-        return Tile(64, 64, 16, warps=8, stages=2)
+        return Tile(64, 64, 16, warps=8, stages=2, programs=2)
     stages = 2 if amd else 3
     if family == "experts_backward":
         # What the derivative of a long body computes takes the registers that more columns would take.
         columns = 64 if shape.steps > 8 else 128
         if shape.rows > 64:
             return Tile(128, columns, 64, warps=8, stages=stages)
-        return Tile(64, columns, 64, stages=stages) if shape.rows > 32 else Tile(32, 64, 64, warps=4, stages=stages)
+        few = Tile(32, 64, 64, warps=4, stages=stages, programs=2)
+        return Tile(64, columns, 64, stages=stages) if shape.rows > 32 else few
     rows = 128 if shape.rows > 64 or family == "grouped_outer" else 64 if shape.rows > 32 else 32
-    return Tile(rows, 128, 64, warps=8 if rows == 128 else 4, stages=stages)
+    return Tile(rows, 128, 64, stages=stages) if rows == 128 else Tile(rows, 128, 64, 4, stages, programs=2)
 
 
 @cache

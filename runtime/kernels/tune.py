@@ -26,7 +26,7 @@ from .tiles import Shape, Tile
 
 SWIGLU = "g = chunk(h0, 2, 0); u = chunk(h0, 2, 1); t0 = silu(g); t1 = mul(t0, u); return t1"
 CANDIDATES = tuple(
-    Tile(m, n, k, warps, stages)
+    Tile(m, n, k, warps, stages, programs=2 if warps == 4 else 1)
     for m, n, k, warps in (
         (128, 128, 64, 8), (128, 64, 64, 8), (128, 64, 64, 4), (64, 128, 64, 8), (64, 128, 64, 4), (64, 64, 64, 4),
         (128, 128, 32, 8), (128, 256, 64, 8), (256, 128, 64, 8), (32, 128, 64, 4), (32, 64, 128, 4),
