@@ -234,7 +234,7 @@ def test_what_is_materialised():
     T, K, H, I, C = 8, 2, 24, 20, 28  # noqa: E741
     case, A, P = Case(T=T, K=K, H=H, I=I, C=C, drop=0.0), 2 * I, T * K
     with repaired() as traffic:
-        y, h, row_of, counts = experts.forward(case.x, case.ids, case.weights, *case.weights_of(), tile=LARGE)
+        _, h, row_of, counts = experts.forward(case.x, case.ids, case.weights, *case.weights_of(), tile=LARGE)
     assert [tuple(t.shape) for t in traffic.written()] == [(P, A), (P, I), (P, C), (T, C)]
     assert (row_of.shape, counts.shape) == ((T, K), (case.E,))
     with repaired() as traffic:
