@@ -29,7 +29,7 @@ from .rows import accumulator
 from .scores import best, entropy, score
 
 
-@torch.library.custom_op("moec::route_counted", mutates_args=())
+@torch.library.custom_op("moec::route_counted", mutates_args=(), device_types="cpu")
 def route_counted(
     logits_TE: Tensor,
     bias_E: Tensor | None,
@@ -73,7 +73,7 @@ def _(logits_TE, bias_E, valid_T, token_T, counted_T, spec, balanced):
     )
 
 
-@torch.library.custom_op("moec::route_counted_backward", mutates_args=())
+@torch.library.custom_op("moec::route_counted_backward", mutates_args=(), device_types="cpu")
 def route_counted_backward(
     grad_TK: Tensor,
     grad_E: Tensor,
