@@ -54,6 +54,7 @@ def test_what_becomes_one_op():
     assert moves and {op: fused[op] for op in moves} == {op: plain[op] for op in moves}
 
 
+@pytest.mark.nightly
 def test_a_balancing_loss_is_summed_by_the_router_where_its_tokens_are_one_sequence_of_rows():
     program = compiled(Plan(dp=2, ep=2, router=Router(aux_loss={"micro_batch": 0.1, "sequence": 0.1})), 2, Shape())
     (joined,) = named(program, "moec.route_counted")
@@ -62,14 +63,18 @@ def test_a_balancing_loss_is_summed_by_the_router_where_its_tokens_are_one_seque
     assert by_sequence.args[0].meta["val"].ndim == 3
 
 
+@pytest.mark.nightly
 def test_pairs_that_are_dropped_behind_the_router_are_counted_there():
     program = compiled(Plan(dp=2, ep=2, router=Router(capacity_factor=1.0)), 2, Shape())
     assert [len(named(program, f"moec.{op}")) for op in ("route", "drop", "tally", "route_counted")] == [1, 1, 1, 0]
     assert any("stay apart: pairs are dropped between the two" in w for w in program.why_not)
 
 
+PLANS = [Plan(2), pytest.param(Plan(1, 2), marks=pytest.mark.nightly)]
+
+
 @pytest.mark.parametrize("loss", [reductions, smoothed_and_weighted])
-@pytest.mark.parametrize("plan", [Plan(2), Plan(1, 2)], ids=["whole", "in parts"])
+@pytest.mark.parametrize("plan", PLANS, ids=["whole", "in parts"])
 def test_losses(loss, plan):
     model, _ = captured(loss, tied=True)
     seen = stages(loss, plan, tied=True)
@@ -108,6 +113,7 @@ def test_logits_that_the_model_widens_are_read_as_they_are():
     torch.testing.assert_close(found[True][2], found[False][2], rtol=2**-7, atol=1e-3)
 
 
+@pytest.mark.nightly
 def test_probabilities_as_targets_stay_what_they_are():
     def soft(model, logits, labels):
         x, y = rows(logits, labels)

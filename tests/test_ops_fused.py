@@ -19,6 +19,7 @@ from moec.runtime.route_spec import RouteSpec
 
 ops = torch.ops.moec
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+CHECKED = [torch.bfloat16, *(pytest.param(d, marks=pytest.mark.nightly) for d in (torch.float32, torch.float64))]
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -61,7 +62,7 @@ def test_route_counted_counts_the_real_logits_of_a_forced_router():
     assert torch.equal(got[2], ops.tally(got[1], None, z, None, 6, spec.score))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", CHECKED)
 def test_route_counted_opcheck(dtype):
     spec = RouteSpec(6, 2, "sigmoid", normalize=True, capacity_factor=1.0).text()
     z = torch.randn(5, 6, dtype=dtype, requires_grad=True)
@@ -94,7 +95,7 @@ def test_unpermute_add_is_unpermute_and_adds(routing, count, dtype):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", CHECKED)
 def test_unpermute_add_opcheck(dtype):
     row_of = torch.tensor([[0, 3], [2, -1], [1, 4]])
     x, rows = (torch.randn(n, 4, dtype=dtype, requires_grad=True) for n in (3, 6))
@@ -152,7 +153,7 @@ def test_scales_at_their_edges():
     assert q.float().isfinite().all() and scales.isfinite().all() and (scales > 0).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", CHECKED)
 @pytest.mark.parametrize("quantise", ["none", "block"])
 def test_permute_aligned_opcheck(dtype, quantise):
     x = torch.randn(3, 4, dtype=dtype, requires_grad=quantise == "none")
@@ -210,7 +211,7 @@ def test_ignored_rows_may_hold_anything_and_other_labels_are_refused():
             ops.cross_entropy(x, torch.tensor([0, label, 3]), -100, 0.0, 2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", CHECKED)
 @pytest.mark.parametrize("reduction", [0, 1])
 def test_cross_entropy_opcheck(dtype, reduction):
     x, labels = torch.randn(5, 7, dtype=dtype, requires_grad=True), torch.tensor([3, -100, 0, 6, 1])
@@ -240,7 +241,7 @@ def test_logsumexp_pick_is_its_three_parts(blocks, width, lead, seed):
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", CHECKED)
 def test_logsumexp_pick_opcheck(dtype):
     x = torch.randn(2, 3, 8, dtype=dtype, requires_grad=True)
     ids = torch.tensor([[[0], [9], [3]], [[7], [1], [-100]]])
