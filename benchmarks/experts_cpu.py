@@ -14,13 +14,15 @@ likely, so that groups are uneven.
 
 Contenders take turns; times are medians over the rounds.  ``vs_hf`` = HF / ours (above 1: ours is faster), ``vs_floor``
 = ours / floor (1: nothing but products), ``saved_vs_hf``: bytes that autograd keeps between forward and backward,
-parameters apart, ours / HF.  That both compute the same is checked before anything is timed.
+parameters apart, ours / HF; ``load`` is the machine's load
+average when all was done (1: nothing else ran).  That both compute the same is checked before anything is timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -154,7 +156,9 @@ def main() -> None:
         cases.append(measure(shape, args.rounds))
         print(cases[-1])
     if args.json:
-        text = json.dumps({"cases": cases, "torch": torch.__version__, "threads": 1, "dtype": "float32"}, indent=1)
+        load = os.getloadavg()[0]
+        result = {"cases": cases, "torch": torch.__version__, "threads": 1, "dtype": "float32", "load": load}
+        text = json.dumps(result, indent=1)
         print(text) if str(args.json) == "-" else args.json.write_text(text + "\n")
 
 
