@@ -105,6 +105,8 @@ class _Walk:
         if (part := self._part(node)) is not None:
             return part
         name = op_name(node)
+        if is_getitem(node):
+            raise Declined(f"a result of {op_name(node.args[0])} enters between the products")
         if isinstance(node.meta["val"], torch.Tensor) and not self._is_matrix(node):
             raise Declined(f"{name} mixes rows, or rows and columns")
         if node.meta["val"].dtype not in (self.storage, self.computing):

@@ -126,7 +126,7 @@ def test_many_rows_go_in_tiles(name, monkeypatch):
     x = torch.randn(40, 3, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(40, 1, dtype=torch.float64, requires_grad=True)
     monkeypatch.setattr(experts_cpu, "TILE", 7)
-    monkeypatch.setattr(experts_cpu, "BLOCK", 3)
+    monkeypatch.setattr(experts_cpu, "BLOCK", 12)
     counts = torch.bincount(ids.flatten(), minlength=5).tolist()
     found = experts_cpu.tiles(counts, torch.float64)
     assert [t.start for t in found[1:]] == [t.end for t in found[:-1]] and found[-1].end == 40

@@ -5,12 +5,16 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from capture_models import Model
+from moe_spellings import SPELLINGS
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from user_models import Regression, floats
 
 import moec
+from moec import hf
+from moec.capture.examples import dummy_examples
 from moec.compiler import compile_program
 from moec.passes.outline_body import Declined, outline
 from moec.program import op_name
@@ -176,3 +180,30 @@ def test_an_activation_without_a_primitive_stays_and_says_why():
     for expert in model.moe.experts:
         expert.act = torch.nn.Softplus()
     assert declined(model, *floats(T)) == ["aten.softplus is no function that generated code knows"]
+
+
+STAY = {"WeightedBetween", "WeightedBetweenLoop", "ScaledExperts", "ScaledStacked"}
+"""Spellings with weights, or scales of an expert, between the products."""
+FAMILIES = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe", "qwen3_next",
+)  # fmt: skip
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda s: s.__name__)
+def test_every_spelling_of_a_block_becomes_one_op_or_says_why(spelling):
+    torch.manual_seed(1)
+    inputs = {n: torch.randint(0, 20, (6, 5)) for n in ("ids", "labels")}
+    program = compile_program(Model(spelling()), moec.Plan(ep=2), 2, (), inputs, training=True)
+    reasons = [w for w in program.why_not if "op by op" in w]
+    assert bool(reasons) == (spelling.__name__ in STAY), reasons
+    assert program.op_counts()["moec.experts_rows"] == (not reasons)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_experts_of_every_family_become_one_op(family):
+    args, kwargs = dummy_examples(model := hf.build(family), training=True)
+    program = compile_program(model, moec.Plan(), 1, args, kwargs, training=True)
+    counts = program.op_counts()
+    assert counts["moec.experts"] == len(program.blocks) and not counts["moec.grouped_mm"]

@@ -28,9 +28,10 @@ from torch import Tensor
 from ..body import Body, Buffers
 from .rows import accumulator
 
-TILE, BLOCK = 1024, 512
-"""Rows of a tile: products of fewer are slower, buffers of more leave the cache; and of a block, which the body is
-computed for at a time."""
+TILE = 1024
+"""Rows: products of fewer are slower, buffers of more leave the cache."""
+BLOCK = 1 << 18
+"""Elements of the first products that the body is computed for at a time."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ def backward(
     d_RI, a_RI, dh_RA = (_buffer(x_SH, plan, n) for n in (inner, inner, sum(widths)))
     activation = _Activation(body, widths, need_h)
     into, out_of = [w.transpose(1, 2).unbind(0) for w in w_in], w_out.transpose(1, 2).unbind(0)
+    dw_in_E, dw_out_E = [dw.unbind(0) for dw in dw_in], dw_out.unbind(0)
 
     for tile in plan:
         lines = slice(tile.start, tile.end)
@@ -134,13 +136,13 @@ def backward(
             for e, dweight_e, g in _by_expert(tile, dweight, g_RH):
                 dweight_e += g.to(dweight.dtype) @ b_out[e].to(dweight.dtype)
         if dw_out.numel():  # 4; the activation is weighted by now
-            _add_weight_gradients(tile, a, g_RH, dw_out)
+            _add_weight_gradients(tile, a, g_RH, dw_out_E)
         if db_out is not None and db_out.numel():
             _add_sums(tile, g_RH, weight, db_out)
         x_RH = rows.of(tile) if any(t.numel() for t in dw_in) else g_RH
         for i, dh_RM in enumerate(_columns(dh, widths)):
             if dw_in[i].numel():  # 5
-                _add_weight_gradients(tile, x_RH, dh_RM, dw_in[i])
+                _add_weight_gradients(tile, x_RH, dh_RM, dw_in_E[i])
             if b_in and db_in[i].numel():
                 _add_sums(tile, dh_RM, None, db_in[i])
             if need_x:  # 6
@@ -203,10 +205,13 @@ def _buffer(like: Tensor, plan: list[Tile], columns: int) -> Tensor:
 
 
 def _blocks(first: Tensor, *others: Tensor | None) -> Iterator[tuple]:
-    """The tensors in blocks of rows."""
-    R = first.shape[0]
-    for start in range(0, R, BLOCK):
-        lines = slice(start, min(start + BLOCK, R))
+    """The tensors in blocks of rows; themselves, if one will do."""
+    R, rows = first.shape[0], max(1, BLOCK // max(1, first.shape[1]))
+    if rows >= R:
+        yield (first, *others)
+        return
+    for start in range(0, R, rows):
+        lines = slice(start, min(start + rows, R))
         yield tuple(None if t is None else t[lines] for t in (first, *others))
 
 
@@ -236,12 +241,12 @@ def _products(
             torch.addmm(b_E[e], a, w_E[e], out=out)
 
 
-def _add_weight_gradients(tile: Tile, a_RK: Tensor, g_RM: Tensor, dw_EKM: Tensor) -> None:
+def _add_weight_gradients(tile: Tile, a_RK: Tensor, g_RM: Tensor, dw_E: Sequence[Tensor]) -> None:
     for e, a, g in _by_expert(tile, a_RK, g_RM):
         if tile.first:
-            torch.mm(a.t(), g, out=dw_EKM[e])
+            torch.mm(a.t(), g, out=dw_E[e])
         else:
-            dw_EKM[e].addmm_(a.t(), g)
+            dw_E[e].addmm_(a.t(), g)
 
 
 def _add_sums(tile: Tile, g_RM: Tensor, weight_R: Tensor | None, db_EM: Tensor) -> None:
