@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from capture_models import Model
 from moe_spellings import SPELLINGS
+from spmd import Shape, compiled
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -17,7 +18,9 @@ from moec import hf
 from moec.capture.examples import dummy_examples
 from moec.compiler import compile_program
 from moec.passes.outline_body import Declined, outline
+from moec.passes.verify import verify
 from moec.program import op_name
+from moec.runtime.errors import MoecError
 from moec.runtime.mesh import Mesh
 from moec.runtime.torch_compat import DispatchMode, python_dispatcher
 
@@ -180,6 +183,16 @@ def test_an_activation_without_a_primitive_stays_and_says_why():
     for expert in model.moe.experts:
         expert.act = torch.nn.Softplus()
     assert declined(model, *floats(T)) == ["aten.softplus is no function that generated code knows"]
+
+
+def test_columns_of_a_packed_product_are_its_blocks():
+    """What is cut in each of two blocks cannot be read as interleaved columns: the shards would be other columns."""
+    program = dict(compiled(Shape(), (1, 4, 1, 4)))["fuse_experts"].fork()
+    verify(program)
+    (node,) = [n for n in program.graph.nodes if op_name(n) == "moec.experts"]
+    node.args = tuple(a.replace("chunk", "every") if isinstance(a, str) else a for a in node.args)
+    with pytest.raises(MoecError, match=r"type S\(1,parts=2\) on \w+, not S\(1\)"):
+        verify(program)
 
 
 STAY = {"WeightedBetween", "WeightedBetweenLoop", "ScaledExperts", "ScaledStacked"}
