@@ -34,6 +34,8 @@ from moec.program import Program, op_name
 moec_ops = torch.ops.moec
 PERMUTES = {moec_ops.permute.default: False, moec_ops.permute_kept.default: True}
 """A permute -> does it keep the rows of experts alone?"""
+KEPT = ("grad", "padded")
+"""What the fused node inherits: whether it needs a gradient, and whether its rows are more than those recorded."""
 
 
 def _run(program: Program, plan: Plan) -> Program:
@@ -146,14 +148,13 @@ def _call(beside: fx.Node, op, args: tuple, results: list[tuple[Any, Types | Non
     made = new(beside, op, args, tuple(val for val, _ in results))
     if "types" in beside.meta:
         made.meta["types"] = [types for _, types in results]
-    if "grad" in beside.meta:
-        made.meta["grad"] = beside.meta["grad"]
+    made.meta.update({k: beside.meta[k] for k in KEPT if k in beside.meta})
     return made
 
 
 def _item(fused: fx.Node, index: int, instead: fx.Node) -> fx.Node:
     made = new(instead, operator.getitem, (fused, index), instead.meta["val"])
-    made.meta.update({k: instead.meta[k] for k in ("types", "grad") if k in instead.meta})
+    made.meta.update({k: instead.meta[k] for k in ("types", *KEPT) if k in instead.meta})
     return made
 
 

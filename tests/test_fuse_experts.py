@@ -177,6 +177,14 @@ def declined(model, *args, plan: moec.Plan | None = None) -> list[str]:
     return [w.split("op by op: ")[1] for w in program.why_not if "op by op" in w]
 
 
+@pytest.mark.parametrize("degrees", [(1, 2, 1, 1), (2, 2, 1, 1)])
+def test_tokens_that_were_padded_for_their_ranks(degrees):
+    """tp ranks that hold the same tokens share them out: numbers that do not divide are padded around the block."""
+    program = dict(compiled(Shape(), degrees))["lower"]
+    assert {"moec.pad_rows", "moec.experts"} <= {op_name(n) for n in program.graph.nodes if n.op == "call_function"}
+
+
+
 def test_an_activation_without_a_primitive_stays_and_says_why():
     torch.manual_seed(0)
     model = Regression()
