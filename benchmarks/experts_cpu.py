@@ -1,6 +1,6 @@
 """The experts of a block on one CPU thread: moec's fused op, Hugging Face's ``grouped_mm`` experts, the GEMM floor.
 
-    python benchmarks/experts_cpu.py [--json FILE] [--rounds N]
+    python benchmarks/experts_cpu.py [--json] [--rounds N]
 
 Each case runs, fp32, gather → first product → SwiGLU → second product → weighted sum, forward and backward, with
 gradients of tokens, routing weights and both parameters.  Routing is drawn: K distinct experts of a token, all alike
@@ -14,8 +14,9 @@ likely, so that groups are uneven.
 
 Contenders take turns; times are medians over the rounds.  ``vs_hf`` = HF / ours (above 1: ours is faster), ``vs_floor``
 = ours / floor (1: nothing but products), ``saved_vs_hf``: bytes that autograd keeps between forward and backward,
-parameters apart, ours / HF; ``load`` is the machine's load
-average when all was done (1: nothing else ran).  That both compute the same is checked before anything is timed.
+parameters apart, ours / HF; ``load`` is the machine's load average when all was done (1: nothing else ran).  That both
+compute the same is checked before anything is timed.  The last line with ``--json`` is one object: ``{"cases":
+[{"shape", "vs_hf", "vs_floor", "saved_vs_hf", …}], …}``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -147,19 +147,24 @@ def measure(shape: tuple[int, ...], rounds: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, nargs="?", const=Path("-"), help="write the result as JSON, to this file")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--rounds", type=int, default=25)
     args = parser.parse_args()
     torch.set_num_threads(1)
     cases = []
+    print(f"torch {torch.__version__}, one thread, float32; ms forward and backward, medians of {args.rounds}\n")
+    print(f"{'T, H, I, E, K':<24} {'HF':>8} {'ours':>8} {'floor':>8} {'vs_hf':>8} {'vs_floor':>9} {'saved_vs_hf':>12}")
     for shape in SHAPES:
-        cases.append(measure(shape, args.rounds))
-        print(cases[-1])
+        case = measure(shape, args.rounds)
+        cases.append(case)
+        ms = case["ms"]
+        print(
+            f"{', '.join(map(str, shape)):<24} {ms['hf']:>8.1f} {ms['ours']:>8.1f} {ms['floor']:>8.1f} "
+            f"{case['vs_hf']:>8.2f} {case['vs_floor']:>9.2f} {case['saved_vs_hf']:>12.3f}"
+        )
     if args.json:
         load = os.getloadavg()[0]
-        result = {"cases": cases, "torch": torch.__version__, "threads": 1, "dtype": "float32", "load": load}
-        text = json.dumps(result, indent=1)
-        print(text) if str(args.json) == "-" else args.json.write_text(text + "\n")
+        print(json.dumps({"cases": cases, "torch": torch.__version__, "threads": 1, "dtype": "float32", "load": load}))
 
 
 if __name__ == "__main__":

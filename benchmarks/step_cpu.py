@@ -1,6 +1,6 @@
 """A training step of a small Mixtral on one CPU thread: compiled by moec for a single device, and the untouched module.
 
-    python benchmarks/step_cpu.py [--json FILE] [--rounds N]
+    python benchmarks/step_cpu.py [--json] [--rounds N]
 
 Two layers, H 256, I 256, 16 experts, 4 a token, 4 sequences of 512 tokens, fp32, with the loss; forward and backward,
 no optimizer.  ``moec.parallelize(model, moec.Plan())`` against the module itself with Hugging Face's ``grouped_mm``
@@ -16,7 +16,6 @@ import json
 import os
 import statistics
 import time
-from pathlib import Path
 
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
@@ -33,7 +32,7 @@ BATCH, LENGTH = 4, 512
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, nargs="?", const=Path("-"), help="write the result as JSON, to this file")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -70,9 +69,10 @@ def main() -> None:
         "model": CONFIG, "tokens": [BATCH, LENGTH], "vs_module": round(ms["module"] / ms["moec"], 3), "ms": ms,
         "loss": loss, "torch": torch.__version__, "threads": 1, "dtype": "float32", "load": os.getloadavg()[0],
     }  # fmt: skip
-    print(json.dumps(result))
-    if args.json and str(args.json) != "-":
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"torch {torch.__version__}, one thread, float32; ms of a step, medians of {args.rounds}")
+    print(f"module {ms['module']:.1f}, moec {ms['moec']:.1f}: {result['vs_module']:.2f} times as fast; loss {loss:.5f}")
+    if args.json:
+        print(json.dumps(result))
 
 
 if __name__ == "__main__":
