@@ -10,7 +10,7 @@ stops itself.  Exit status 1 if a check failed.
 2. Checks: every op of moec that runs without other ranks, forward and backward, against its CPU kernel in fp64, and
    against itself, bit by bit; first half of the time, and what is left of it.
 3. Times in bf16, medians: experts forward and forward+backward, router, permute, unpermute; each beside what Hugging
-   Face composes around ``torch._grouped_mm`` (eager, or as ``torch`` writes it) and the same under Inductor.
+   Face composes around torch's own grouped product (eager) and the same under Inductor.
 
 Items run in a process of their own that takes them one after the other: a kernel that crashes the GPU, or hangs, costs
 its own item and a fresh process for the rest.

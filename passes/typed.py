@@ -43,8 +43,6 @@ def _with_types(program: Program, node: fx.Node) -> fx.Node:
     val = node.meta["val"]
     floats = [differentiable(v) for v in (val if isinstance(val, (tuple, list)) else [val])]
     node.meta["grad"] = any(floats) and any(o.meta["grad"] for o in node.all_input_nodes if "grad" in o.meta)
-    if any("padded" in o.meta for o in node.all_input_nodes):  # as many rows more than those recorded
-        node.meta["padded"] = True
     node.meta["types"] = dict.fromkeys(program.mesh.names, R)  # no op that is written so makes a dim of its own
     types = {o: o.meta["types"] for o in (*ops, *node.all_input_nodes) if o.meta.get("types") is not None}
     if program.mesh.names:
