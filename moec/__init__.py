@@ -10,6 +10,7 @@ from moec.compiler import compile_program, parallelize, sharding_rule
 from moec.expert_bias import update_expert_bias
 from moec.explain import Explanation, explain
 from moec.module import ParallelModule
+from moec.overlap import Overlap
 from moec.plan import Plan
 from moec.router import Router
 from moec.runtime.errors import MoecError
@@ -22,6 +23,7 @@ __all__ = [
     "Explanation",
     "MoEStats",
     "MoecError",
+    "Overlap",
     "ParallelModule",
     "Plan",
     "Router",

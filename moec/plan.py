@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
+from moec.overlap import Overlap
 from moec.router import Router
 from moec.runtime.errors import MoecError
 from moec.runtime.mesh import Mesh
@@ -32,6 +33,7 @@ BACKENDS = ("eager", "te")
 OUTPUTS = ("sharded", "full", "drop")
 DISPATCHERS = ("auto", "alltoall", "allgather", "dedup", "hierarchical", "static")
 DEGREES = ("dp", "cp", "tp", "ep", "etp")
+OPTIONS: dict[str, Any] = {"router": Router, "overlap": Overlap}  # fields that are mappings in YAML
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,9 @@ class Plan:
     fuse: bool = True
     """Compute what belongs together in one op (the experts of a block: gather, products, activation, weighted sum)
     where a pass finds it spelled so; what is declined stands in ``why_not``.  False: op by op."""
+    overlap: Overlap | None = None
+    """How communication is hidden behind computation: token chunks, scheduling, buckets … (a mapping of the fields of
+    ``moec.Overlap`` in YAML)."""
     backend: str = "eager"
     """Who computes routers, permutations and the experts' products: ``eager`` moec; ``te`` Transformer Engine, where it
     can express them (the rest is moec's and stands in ``why_not``), an error where it cannot be imported."""
@@ -110,7 +115,7 @@ class Plan:
         for f in fields(self):
             value = getattr(self, f.name)
             if value != f.default:
-                plain = value.to_dict() if isinstance(value, Router) else value
+                plain = value.to_dict() if isinstance(value, Router | Overlap) else value
                 out[f.name] = dict(plain) if isinstance(plain, Mapping) else plain
         return out
 
@@ -124,8 +129,8 @@ class Plan:
             raise MoecError(
                 f"unknown field {', '.join(unknown)}", where="plan", way_out=f"fields are {', '.join(known)}"
             )
-        router = data.get("router")
-        return Plan(**{**data, **({"router": Router.from_dict(router)} if isinstance(router, Mapping) else {})})
+        options = {k: o.from_dict(data[k]) for k, o in OPTIONS.items() if isinstance(data.get(k), Mapping)}
+        return Plan(**{**data, **options})
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
@@ -283,11 +288,12 @@ class Plan:
             )
         elif self.dispatch == "hierarchical" and self.ranks_per_node is None and self.ep != 1:
             problems.append("dispatch='hierarchical' needs ranks_per_node: it says which ranks of ep share a node")
-        if self.router is not None and not isinstance(self.router, Router):
-            problems.append(f"router={self.router!r} is not a moec.Router")
-        elif self.router and self.router.capacity_factor is not None and self.dispatch == "alltoall":
+        wrong = {k: o for k, o in OPTIONS.items() if not isinstance(getattr(self, k), o | None)}
+        problems += [f"{k}={getattr(self, k)!r} is not a moec.{o.__name__}" for k, o in wrong.items()]
+        capacity = self.router.capacity_factor if isinstance(self.router, Router) else None
+        if capacity is not None and self.dispatch == "alltoall":
             problems.append(
-                f"router.capacity_factor={self.router.capacity_factor} drops tokens, and dispatch='alltoall' is for "
+                f"router.capacity_factor={capacity} drops tokens, and dispatch='alltoall' is for "
                 "dropless routing; leave the choice to dispatch='auto'"
             )
         if isinstance(self.layout, Mapping):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from moec.overlap import Overlap
 from moec.plan import Limit, Plan, matches
 from moec.program import InputSpec, MoEBlock, OutputSpec, ParamSpec
 from moec.runtime.errors import MoecError
@@ -27,6 +28,16 @@ plans = st.builds(
     layout=st.just("auto") | st.dictionaries(st.sampled_from(["a.*", "*.w"]), st.sampled_from(["column", "row"])),
     inputs=st.none() | st.dictionaries(st.sampled_from(["ids", "0"]), st.none() | st.integers(0, 2)),
     outputs=st.sampled_from(["sharded", "full", {"logits": "drop"}]),
+    overlap=st.none()
+    | st.builds(
+        Overlap,
+        chunks=st.sampled_from([1, 3, "auto"]),
+        schedule=st.booleans(),
+        bucket_mb=st.sampled_from(["auto", None, 2.5]),
+        memory_gb=st.sampled_from([None, 4]),
+        pipeline_tp=st.sampled_from([1, 2]),
+        cluster=st.sampled_from(["cpu2-1gbit", "lab.yaml"]),
+    ),
 )
 
 
@@ -49,6 +60,25 @@ def test_unknown_field_names_the_nearest_one():
         Plan.from_yaml("- tp: 2")
     with pytest.raises(MoecError, match="YAML"):
         Plan.from_yaml("tp: [")
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"chunks": 0}, "chunks=0 is not a positive integer"),
+        ({"chunks": "many"}, "chunks='many' is not"),
+        ({"pipeline_tp": True}, "pipeline_tp=True is not"),
+        ({"bucket_mb": -1, "memory_gb": float("nan")}, "memory_gb=nan is not a positive number; bucket_mb=-1 is not"),
+        ({"schedule": 1}, "schedule=1 is not a bool"),
+        ({"cluster": None}, "cluster=None is neither"),
+        ({"chunk": 2}, "unknown field 'chunk'"),
+    ],
+)
+def test_overlap_without_meaning(fields, why):
+    with pytest.raises(MoecError, match=rf"plan\.overlap: {why}"):
+        Plan.from_dict({"overlap": fields})
+    with pytest.raises(MoecError, match=r"overlap=2 is not a moec\.Overlap"):
+        Plan(overlap=2).validate(1)
 
 
 @pytest.mark.parametrize(
