@@ -12,6 +12,7 @@ from moec.explain import Explanation, explain
 from moec.module import ParallelModule
 from moec.overlap import Overlap
 from moec.plan import Plan
+from moec.precision import Precision
 from moec.router import Router
 from moec.runtime.errors import MoecError
 from moec.state import full_grads, full_state_dict, load_full_state_dict, shard_batch
@@ -26,6 +27,7 @@ __all__ = [
     "Overlap",
     "ParallelModule",
     "Plan",
+    "Precision",
     "Router",
     "check",
     "compile_program",

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 
 from moec.overlap import Overlap
+from moec.precision import Precision
 from moec.router import Router
 from moec.runtime.errors import MoecError
 from moec.runtime.mesh import Mesh
@@ -33,7 +34,8 @@ BACKENDS = ("eager", "te")
 OUTPUTS = ("sharded", "full", "drop")
 DISPATCHERS = ("auto", "alltoall", "allgather", "dedup", "hierarchical", "static")
 DEGREES = ("dp", "cp", "tp", "ep", "etp")
-OPTIONS: dict[str, Any] = {"router": Router, "overlap": Overlap}  # fields that are mappings in YAML
+OPTIONS: dict[str, Any] = {"router": Router, "precision": Precision, "overlap": Overlap}
+"""Fields that are mappings in YAML."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,9 @@ class Plan:
     router: Router | None = None
     """What the routers shall compute that the model does not: balancing losses, an expert bias, a capacity … (a mapping
     of the fields of ``moec.Router`` in YAML)."""
+    precision: Precision | None = None
+    """In which dtypes to compute and to communicate (a mapping of the fields of ``moec.Precision`` in YAML); None: as
+    the model does."""
     fuse: bool = True
     """Compute what belongs together in one op (the experts of a block: gather, products, activation, weighted sum)
     where a pass finds it spelled so; what is declined stands in ``why_not``.  False: op by op."""
@@ -115,7 +120,7 @@ class Plan:
         for f in fields(self):
             value = getattr(self, f.name)
             if value != f.default:
-                plain = value.to_dict() if isinstance(value, Router | Overlap) else value
+                plain = value.to_dict() if isinstance(value, Router | Precision | Overlap) else value
                 out[f.name] = dict(plain) if isinstance(plain, Mapping) else plain
         return out
 
@@ -296,6 +301,8 @@ class Plan:
                 f"router.capacity_factor={capacity} drops tokens, and dispatch='alltoall' is for "
                 "dropless routing; leave the choice to dispatch='auto'"
             )
+        if isinstance(self.precision, Precision) and self.precision != Precision():
+            problems.append(f"precision={self.precision.to_dict()} is not built yet")
         if isinstance(self.layout, Mapping):
             problems += [
                 f"layout: unknown style {_did_you_mean(style, STYLES)} for {pattern!r}; known: {', '.join(STYLES)}"

@@ -3,7 +3,7 @@
 The layers of docs/architecture.md, read from the source text (imports inside functions and under TYPE_CHECKING count):
 
 1. ``runtime`` imports nothing else of moec;
-2. ``passes`` import the runtime, the IR (program, plan, router, overlap, placement) and each other;
+2. ``passes`` import the runtime, the IR (program, plan, router, overlap, precision, placement) and each other;
 3. outside ``passes``, only ``moec.compiler`` imports passes; the command line imports the public API alone;
 4. no cycle of imports between files;
 5. private torch names (a part that starts with one underscore) only in ``runtime/torch_compat.py``;
@@ -21,7 +21,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"moec": ROOT / "moec", "moec.passes": ROOT / "passes", "moec.runtime": ROOT / "runtime"}
 COMPAT = "moec.runtime.torch_compat"
-IR = ("moec.program", "moec.plan", "moec.router", "moec.overlap", "moec.placement")
+IR = ("moec.program", "moec.plan", "moec.router", "moec.overlap", "moec.precision", "moec.placement")
 
 # Private by spelling, public by use:
 ALLOWED_PRIVATE = (

@@ -10,11 +10,20 @@ from hypothesis import given, settings
 
 from moec.overlap import Overlap
 from moec.plan import Limit, Plan, matches
+from moec.precision import Precision
 from moec.program import InputSpec, MoEBlock, OutputSpec, ParamSpec
 from moec.runtime.errors import MoecError
 from moec.runtime.mesh import Mesh
 
 degrees = st.sampled_from([1, 2, 3, 4, 6, 8])
+precisions = st.builds(
+    Precision,
+    compute=st.sampled_from(["fp32", "bf16"]),
+    fp8=st.sampled_from(["delayed", "blockwise"]),
+    dispatch=st.sampled_from([None, "bf16", "fp8"]),
+    combine=st.sampled_from([None, "fp8"]),
+    exclude=st.sampled_from([("first", "last"), (), ("*.mlp", "last")]),
+)
 plans = st.builds(
     Plan,
     dp=st.none() | degrees,
@@ -38,6 +47,7 @@ plans = st.builds(
         pipeline_tp=st.sampled_from([1, 2]),
         cluster=st.sampled_from(["cpu2-1gbit", "lab.yaml"]),
     ),
+    precision=st.none() | precisions,
 )
 
 
@@ -51,6 +61,24 @@ def test_only_what_differs_from_the_defaults_is_written():
     assert Plan().to_dict() == {}
     assert Plan(tp=2, outputs="drop").to_dict() == {"tp": 2, "outputs": "drop"}
     assert Plan.from_yaml("") == Plan()
+
+
+@pytest.mark.parametrize(
+    ("fields", "wrong"),
+    [
+        ({"compute": "fp16"}, "compute='fp16' is none of 'fp32', 'bf16'"),
+        ({"fp8": "rowise", "dispatch": "int8"}, "fp8='rowise' is none of .*; dispatch='int8' is none of"),
+        ({"combine": "bf16"}, "combine='bf16'"),
+        ({"fp8": "delayed", "history": 0}, "history=0 is not an integer of at least 1"),
+        ({"fp8": "current", "margin": 1}, "margin=1 is for fp8='delayed'"),
+        ({"exclude": ["lm_head"]}, "without an fp8 recipe"),
+        ({"fp8": "current", "exclude": "lm_head"}, "exclude='lm_head' is not a list"),
+        ({"bf16": True}, "unknown field 'bf16'"),
+    ],
+)
+def test_a_precision_without_meaning_is_refused(fields, wrong):
+    with pytest.raises(MoecError, match=rf"plan.precision: .*{wrong}"):
+        Plan.from_dict({"precision": fields})
 
 
 def test_unknown_field_names_the_nearest_one():

@@ -1,0 +1,90 @@
+"""Precision: in which dtypes a plan computes and communicates (``Plan.precision``).
+
+None, or a field left at its default, changes nothing: values have the dtypes that the model itself gives them.
+
+``compute="bf16"``: parameters stay as they are stored (fp32 masters, fp32 gradients and optimizer state); products of
+matrices, attention and what is between them read bf16; routers, norms, softmax, the weighted sum of experts' rows and
+the loss stay in fp32 (``passes/cast_bf16.py`` decides node by node, ``moec explain`` shows it).
+
+``fp8`` names the recipe by which linears and experts' products quantise their operands (each described in
+``moec.runtime.fp8``); ``dispatch`` and ``combine`` say what the rows that travel to experts and back are sent as.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from moec.runtime.errors import MoecError
+
+COMPUTE = ("fp32", "bf16")
+RECIPES = ("delayed", "current", "rowwise", "blockwise", "mxfp8")
+PAYLOADS = ("bf16", "fp8")
+ENDS = ("first", "last")
+"""Words of ``Precision.exclude`` that are no patterns."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Raises MoecError for values without meaning."""
+
+    compute: str = "fp32"
+    """``fp32``: what the model computes in; ``bf16``."""
+    fp8: str | None = None
+    """``delayed``, ``current``, ``rowwise``, ``blockwise`` or ``mxfp8``; None: no FP8."""
+    dispatch: str | None = None
+    """What tokens travel to their experts as: ``bf16`` or ``fp8`` (with scales: of the recipe, or ``blockwise`` where
+    ``fp8`` names none); None: what the experts read."""
+    combine: str | None = None
+    """What experts' results travel back as: ``fp8``, or None: in the dtype they are computed in."""
+    exclude: tuple[str, ...] = ENDS
+    """Linears and experts that stay out of FP8: patterns of module paths (``*`` matches dots too), and ``first`` and
+    ``last``, the first linear of the model and its last one (the head)."""
+    history: int = 16
+    """``delayed``: of how many steps the largest value is taken."""
+    margin: int = 0
+    """``delayed``: powers of two left free above it."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.exclude, list):  # YAML has no tuples
+            object.__setattr__(self, "exclude", tuple(self.exclude))
+        if problems := self._problems():
+            raise MoecError("; ".join(problems), where="plan.precision")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dict of the fields that differ from their defaults."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in given.items()}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Precision:
+        known = [f.name for f in fields(Precision)]
+        if not isinstance(data, Mapping) or (unknown := [k for k in data if k not in known]):
+            what = f"unknown field {', '.join(map(repr, unknown))}" if isinstance(data, Mapping) else f"found {data!r}"
+            raise MoecError(what, where="plan.precision", way_out=f"fields are {', '.join(known)}")
+        return Precision(**data)
+
+    def _problems(self) -> list[str]:
+        problems = [
+            f"{name}={value!r} is none of {', '.join(map(repr, known))}"
+            for name, value, known in (
+                ("compute", self.compute, COMPUTE), ("fp8", self.fp8, (None, *RECIPES)),
+                ("dispatch", self.dispatch, (None, *PAYLOADS)), ("combine", self.combine, (None, "fp8")),
+            )
+            if value not in known
+        ]  # fmt: skip
+        if not isinstance(self.exclude, tuple) or not all(isinstance(p, str) for p in self.exclude):
+            problems.append(f"exclude={self.exclude!r} is not a list of module patterns, 'first' and 'last'")
+        for name, least in (("history", 1), ("margin", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                problems.append(f"{name}={value!r} is not an integer of at least {least}")
+            elif value != _DEFAULTS[name] and self.fp8 != "delayed":
+                problems.append(f"{name}={value!r} is for fp8='delayed'")
+        if self.fp8 is None and self.exclude != ENDS:
+            problems.append(f"exclude={self.exclude!r} without an fp8 recipe")
+        return problems
+
+
+_DEFAULTS = {f.name: f.default for f in fields(Precision)}
