@@ -1,0 +1,116 @@
+"""Seconds of one node: a roofline for compute, latency and bandwidth for communication.
+
+* An op takes the longer of its floating-point operations at the rate of a matrix product of that size and its bytes at
+  the rate of memory, and an overhead.  Views, waits and sizes take nothing.
+* A collective takes ``alpha + bytes / beta`` of its link, the bytes being those that one rank sends in a ring.  A group
+  that spans nodes is as slow as the slower of the two links: in a ring a node's ranks share what crosses; in an
+  exchange each sends its own.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import fx
+
+from moec.cost.cluster import Cluster
+from moec.cost.operations import Work, is_view, work
+from moec.cost.sizes import Sizes
+from moec.runtime.collectives import PRIMITIVES, collective, group_of, is_start, is_wait
+from moec.runtime.mesh import Mesh
+
+__all__ = ["COMPUTE", "Work", "link", "seconds", "stream", "wire", "work"]
+
+COMPUTE = "compute"
+EXCHANGES = ("all_to_all", "exchange", "counts", "equal")
+
+
+@dataclass(frozen=True)
+class Span:
+    """How a group lies on a cluster: ranks, and how many of them share a node with rank 0."""
+
+    ranks: int
+    inside: int
+
+    @property
+    def crosses(self) -> bool:
+        return self.inside < self.ranks
+
+
+def group_key(node: fx.Node) -> str:
+    """The group key of a collective, whether or not the graph is bound to process groups."""
+    return node.meta.get("group_key") or group_of(node)
+
+
+def stream(node: fx.Node, mesh: Mesh) -> str:
+    """Where ``node`` runs: ``"compute"``, or ``"comm:<group key>"`` for a start."""
+    return f"comm:{group_key(node)}" if is_start(node.target) else COMPUTE
+
+
+def link(where: str, cluster: Cluster, mesh: Mesh) -> str:
+    """``network`` or ``node``: the slower link that a stream's group needs."""
+    return "network" if _span(where.removeprefix("comm:"), mesh, cluster.ranks_per_node).crosses else "node"
+
+
+@lru_cache(maxsize=1024)
+def _span(key: str, mesh: Mesh, ranks_per_node: int) -> Span:
+    ranks = mesh.groups(key)[0]
+    return Span(len(ranks), sum(r // ranks_per_node == ranks[0] // ranks_per_node for r in ranks))
+
+
+def wire(node: fx.Node, mesh: Mesh, sizes: Sizes) -> int:
+    """Bytes that one rank sends for a collective, in a ring; of an exchange, those that leave the rank."""
+    entry = collective(node.target)
+    assert entry is not None
+    taken, given = sizes.bytes(node.args[0].meta.get("val")), sizes.bytes(node.meta.get("val"))
+    if entry.primitive == "exchange":  # the larger has rows that do not travel
+        taken = given = min(taken, given)
+    return entry.wire_bytes(taken, given, mesh.size(group_key(node)))
+
+
+def seconds(node: fx.Node, cluster: Cluster, mesh: Mesh, sizes: Sizes) -> float:
+    """Of a start: how long the communication takes; the start itself takes an op's overhead."""
+    if node.op != "call_function" or is_wait(node.target) or _is_free(node):
+        return 0.0
+    if is_start(node.target):
+        return _communication(node, cluster, mesh, sizes)
+    w = work(node, sizes)
+    compute = w.flops / cluster.matmul(w.dtype, w.flops / max(w.products, 1)) if w.flops else 0.0
+    memory = w.bytes / cluster.memory(w.bytes) if w.bytes else 0.0
+    return max(compute, memory) + cluster.op_overhead_s
+
+
+def _is_free(node: fx.Node) -> bool:
+    val = node.meta.get("val")
+    numbers = isinstance(val, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
+    return node.target is operator.getitem or numbers or is_view(node)
+
+
+def _communication(node: fx.Node, cluster: Cluster, mesh: Mesh, sizes: Sizes) -> float:
+    entry = collective(node.target)
+    assert entry is not None
+    span = _span(group_key(node), mesh, cluster.ranks_per_node)
+    if span.ranks == 1:
+        return 0.0
+    sent, kind = wire(node, mesh, sizes), entry.primitive
+    if not span.crosses:
+        alpha, beta = cluster.link("node").of(kind)
+        return alpha + sent / beta
+    alpha, beta = cluster.link("network").of(kind)
+    times = PRIMITIVES[kind] or 0
+    whole = sent * span.ranks / (span.ranks - 1)  # what a ring would move (ranks - 1) / ranks of
+    if kind in EXCHANGES:
+        across = whole * (span.ranks - span.inside) / span.ranks
+        inside = whole * (span.inside - 1) / span.ranks
+    else:
+        nodes = span.ranks // span.inside
+        across = whole * (nodes - 1) / nodes / span.inside
+        inside = sent if span.inside > 1 else 0.0
+    assert times
+    took = across / beta
+    if span.inside > 1:
+        took = max(took, inside / cluster.link("node").of(kind)[1])
+    return alpha + took

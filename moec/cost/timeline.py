@@ -1,0 +1,197 @@
+"""Timeline: a graph's nodes executed in a given order, in predicted time.
+
+Compute is one queue.  A start takes ``launch`` of it and hands its collective to its stream (the process group), where
+``at_once`` of them run at a time, the others waiting in order.  Collectives that use the same link share it evenly.
+A wait stops compute until the collective is done.  While anything is communicated compute is slower by ``comm_share``.
+All ranks do the same at the same time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from moec.cost.cluster import Cluster
+from moec.cost.memory import Storages
+from moec.cost.roofline import COMPUTE, link, seconds, stream
+from moec.cost.sizes import Sizes
+from moec.runtime.collectives import is_start, is_wait
+from moec.runtime.mesh import Mesh
+
+__all__ = ["COMPUTE", "Span", "Timeline", "predict", "simulate"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """What ``node`` did on ``stream`` from ``start_s`` to ``end_s``."""
+
+    node: str
+    stream: str
+    start_s: float
+    end_s: float
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    step_s: float
+    compute_s: float
+    """What compute would take if nothing were communicated."""
+    exposed_s: float
+    """What communication adds to it: waiting, and slower compute beside it."""
+    peak_bytes: int
+    spans: tuple[Span, ...] = field(repr=False, default=())
+
+    def then(self, other: Timeline) -> Timeline:
+        """This one, and ``other`` after it."""
+        later = tuple(
+            Span(s.node, s.stream, s.start_s + self.step_s, s.end_s + self.step_s, s.where) for s in other.spans
+        )
+        return Timeline(
+            self.step_s + other.step_s,
+            self.compute_s + other.compute_s,
+            self.exposed_s + other.exposed_s,
+            max(self.peak_bytes, other.peak_bytes),
+            (*self.spans, *later),
+        )
+
+
+@dataclass
+class _Job:
+    node: fx.Node
+    stream: str
+    left: float
+    """Seconds of the link's whole attention."""
+    began: float = 0.0
+    done: bool = False
+
+
+class _Clock:
+    """Time, and the collectives that run meanwhile."""
+
+    def __init__(self, link: Callable[[str], str], at_once: int, comm_share: float) -> None:
+        self.now = 0.0
+        self.link, self.at_once, self.comm_share = link, at_once, comm_share
+        self.running: list[_Job] = []
+        self.queues: dict[str, deque[_Job]] = defaultdict(deque)
+        self.spans: list[Span] = []
+
+    def enqueue(self, job: _Job) -> None:
+        self.queues[job.stream].append(job)
+        self._begin(job.stream)
+
+    def compute(self, work: float) -> None:
+        """Time passes until ``work`` seconds of undisturbed compute are done."""
+        while work > 0:
+            speed = 1 - self.comm_share if self.running else 1.0
+            step = min(work / speed, self._next())
+            self._pass(step)
+            work = 0.0 if step == work / speed else work - step * speed
+
+    def wait(self, job: _Job) -> None:
+        while not job.done:
+            self._pass(self._next())
+
+    def drain(self) -> None:
+        while self.running:
+            self._pass(self._next())
+
+    def _begin(self, stream: str) -> None:
+        waiting = self.queues[stream]
+        while waiting and sum(j.stream == stream for j in self.running) < self.at_once:
+            job = waiting.popleft()
+            job.began = self.now
+            self.running.append(job)
+
+    def _sharing(self) -> dict[str, int]:
+        users: dict[str, int] = defaultdict(int)
+        for job in self.running:
+            users[self.link(job.stream)] += 1
+        return users
+
+    def _next(self) -> float:
+        """Seconds until a collective ends."""
+        users = self._sharing()
+        return min((j.left * users[self.link(j.stream)] for j in self.running), default=float("inf"))
+
+    def _pass(self, step: float) -> None:
+        users, self.now = self._sharing(), self.now + step
+        ended = []
+        for job in self.running:
+            share = users[self.link(job.stream)]
+            if job.left * share <= step:
+                ended.append(job)
+            job.left -= step / share
+        for job in ended:
+            job.done = True
+            self.running.remove(job)
+            self.spans.append(Span(job.node.name, job.stream, job.began, self.now, job.node.meta.get("where", "")))
+        for job in ended:
+            self._begin(job.stream)
+
+
+def simulate(
+    order: Sequence[fx.Node],
+    seconds: Callable[[fx.Node], float],
+    stream: Callable[[fx.Node], str],
+    *,
+    link: Callable[[str], str] = lambda stream: stream,
+    at_once: int = 1,
+    comm_share: float = 0.0,
+    launch: float = 0.0,
+    storages: Storages | None = None,
+    kept: Collection[fx.Node] = (),
+) -> Timeline:
+    """Execute ``order`` (operands first; every wait after its start).
+
+    ``link``: of a stream, which of the links its collectives share with others (default: each stream has its own).
+    ``storages`` and ``kept``: for ``peak_bytes`` (see :meth:`Storages.profile`); without them it is 0."""
+    clock = _Clock(link, at_once, comm_share)
+    jobs: dict[fx.Node, _Job] = {}
+    compute = 0.0
+    for node in order:
+        began = clock.now
+        if is_start(node.target):
+            clock.compute(launch)
+            compute += launch
+            jobs[node] = _Job(node, stream(node), seconds(node))
+            clock.enqueue(jobs[node])
+        elif is_wait(node.target) and node.args[0] in jobs:
+            clock.wait(jobs[node.args[0]])
+            continue
+        else:
+            took = seconds(node)
+            clock.compute(took)
+            compute += took
+        if clock.now > began:
+            clock.spans.append(Span(node.name, COMPUTE, began, clock.now, node.meta.get("where", "")))
+    clock.drain()
+    peak = max(storages.profile(order, kept), default=0) if storages is not None else 0
+    spans = tuple(sorted(clock.spans, key=lambda s: (s.start_s, s.end_s)))
+    return Timeline(clock.now, compute, clock.now - compute, peak, spans)
+
+
+def predict(
+    nodes: Iterable[fx.Node], cluster: Cluster, mesh: Mesh, sizes: Sizes, owned: Collection[fx.Node] = ()
+) -> Timeline:
+    """The nodes of a graph in their order on a cluster.
+
+    Placeholders and what the graph returns are alive throughout; of ``owned`` placeholders the graph is the only user,
+    so that their memory is free after the last use."""
+    order = list(nodes)
+    outputs = [n for n in order if n.op == "output"]
+    kept = [n for n in order if n.op == "placeholder" and n not in set(owned)] + outputs
+    return simulate(
+        order,
+        lambda n: seconds(n, cluster, mesh, sizes),
+        lambda n: stream(n, mesh),
+        link=lambda s: link(s, cluster, mesh),
+        at_once=cluster.at_once,
+        comm_share=cluster.comm_share,
+        launch=cluster.op_overhead_s,
+        storages=Storages(order, sizes),
+        kept=kept,
+    )
