@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from moec.cost.sizes import Sizes
 from moec.placement import local_shape, show
 from moec.program import ParamSpec, Program
 from moec.regather import saved_gathers
 from moec.runtime.collectives import TABLE, collective, group_of
 from moec.runtime.errors import MoecError
-from moec.runtime.torch_compat import expr
 
 if TYPE_CHECKING:
     from moec.module import ParallelModule
@@ -139,9 +139,9 @@ def explain(target: Program | ParallelModule, sizes: Mapping[str, tuple[int, ...
     if "sharded" not in program.facts:
         raise MoecError("only a sharded program communicates", where="explain", way_out="compile it first")
     sizes = sizes or getattr(target, "last_sizes", None) or {}
-    values = _symbols(program, sizes)
+    values = Sizes.of(program, sizes)
     shown = {
-        s.path: tuple(_number(d, values) for d in node.meta["val"].shape)
+        s.path: values.shape(node.meta["val"])
         for node in program.placeholders()
         if (s := program.inputs.get(node.name))
     }
@@ -172,7 +172,7 @@ def _of_parameters(program: Program) -> set[fx.Node]:
 
 
 def _uses(
-    program: Program, node: fx.Node, values, phase: str, own: set[fx.Node], again: bool = False
+    program: Program, node: fx.Node, values: Sizes, phase: str, own: set[fx.Node], again: bool = False
 ) -> list[CollectiveUse]:
     """The collective of ``node`` in this phase, if there is one; ``again``: a parameter gathered once more."""
     entry = collective(node.target)
@@ -242,52 +242,28 @@ def _placement(program: Program, spec: ParamSpec) -> Placement:
     )
 
 
-def _symbols(program: Program, sizes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Value of every size symbol, from the given sizes; what is not given is 2 sequences of 16."""
-    values: dict[str, int] = {}
-    for node in program.placeholders():
-        spec = program.inputs.get(node.name)
-        if spec is None:
-            continue
-        given = sizes.get(spec.path)
-        for d, s in enumerate(node.meta["val"].shape):
-            n, symbol = expr(s).as_coeff_Mul()  # a sequence that n ranks share is recorded as n * t
-            if symbol.is_Symbol:
-                small = 2 if str(symbol) in program.batch_symbols else -(-16 // int(n))
-                values[str(symbol)] = given[d] // int(n) if given else small
-    return values
-
-
-def _number(size, values: Mapping[str, int]) -> int:
-    e = expr(size)
-    known = {s: values[str(s)] for s in e.free_symbols if str(s) in values}
-    return int(e.subs(known))
-
-
 def _crossing(program: Program, use: CollectiveUse) -> int:
     """Ranks of a group exchange evenly, as far as a plan can tell."""
     nodes = program.mesh.size([a for a in use.group.split(",") if program.mesh.axis(a).nodes])
     return use.bytes * (nodes - 1) // nodes
 
 
-def _bytes(program: Program, node, values, use) -> int:
+def _bytes(program: Program, node, values: Sizes, use) -> int:
     if spec := program.params.get(node.name):
         return prod(local_shape(spec.shape, spec.types, program.mesh)) * spec.dtype.itemsize
     val = node.meta.get("local")
     if val is None:
         val = node.meta["val"]
-    mesh = program.mesh
-    dp, dealt = mesh.size(mesh.role("dp")), mesh.size([a for a, t in use.meta["types"].items() if t.kind == "V"])
-    everywhere = {s: n * dp if s in program.batch_symbols else n for s, n in values.items()}
+    whole, dealt = values.everywhere(), program.mesh.size([a for a, t in use.meta["types"].items() if t.kind == "V"])
     if "moves" in use.meta:  # a dispatcher says how many rows a token is expected to be on this way
         tokens, rows = use.meta["moves"]
-        return round(_number(tokens, everywhere) * rows / dealt) * prod(map(int, val.shape[1:])) * val.dtype.itemsize
+        return round(whole.number(tokens) * rows / dealt) * prod(map(int, val.shape[1:])) * val.dtype.itemsize
     shape = []
     for dim, local in enumerate(val.shape):
-        if all(str(s) in values for s in expr(local).free_symbols):
-            shape.append(_number(local, values))
+        if values.knows(local):
+            shape.append(values.number(local))
         else:  # rows that the exchange deals out: under uniform routing as many as every other rank's
-            shape.append(-(-_number(node.meta["val"].shape[dim], everywhere) // dealt))
+            shape.append(-(-whole.number(node.meta["val"].shape[dim]) // dealt))
     return prod(shape) * val.dtype.itemsize
 
 

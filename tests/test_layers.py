@@ -3,7 +3,8 @@
 The layers of docs/architecture.md, read from the source text (imports inside functions and under TYPE_CHECKING count):
 
 1. ``runtime`` imports nothing else of moec;
-2. ``passes`` import the runtime, the IR (program, plan, router, overlap, precision, placement) and each other;
+2. ``passes`` import the runtime, the IR (program, plan, router, overlap, precision, placement), the cost model, which
+   imports no more than these, and each other;
 3. outside ``passes``, only ``moec.compiler`` imports passes; the command line imports the public API alone;
 4. no cycle of imports between files;
 5. private torch names (a part that starts with one underscore) only in ``runtime/torch_compat.py``;
@@ -21,7 +22,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"moec": ROOT / "moec", "moec.passes": ROOT / "passes", "moec.runtime": ROOT / "runtime"}
 COMPAT = "moec.runtime.torch_compat"
-IR = ("moec.program", "moec.plan", "moec.router", "moec.overlap", "moec.precision", "moec.placement")
+IR = ("moec.program", "moec.plan", "moec.router", "moec.overlap", "moec.precision", "moec.placement", "moec.cost")
 
 # Private by spelling, public by use:
 ALLOWED_PRIVATE = (
@@ -86,6 +87,8 @@ def forbidden(module: str, target: str) -> str | None:
         return None if inside(target, "moec.runtime") else "the runtime imports nothing else of moec"
     if inside(module, "moec.passes"):
         return None if inside(target, "moec.runtime", "moec.passes", *IR) else "passes import the runtime and the IR"
+    if inside(module, "moec.cost"):
+        return None if inside(target, "moec.runtime", *IR) else "the cost model imports the runtime and the IR"
     if module == "moec.cli":
         # moec.hf builds the models that `--hf` names: it belongs to the command line.
         return None if target in ("moec", "moec.hf") else "the command line imports the public API alone"
@@ -163,6 +166,7 @@ def test_no_machine_paths():
         ("moec.passes.lower", "moec.compiler"),
         ("moec.passes.lower", "moec"),
         ("moec.module", "moec.passes.lower"),
+        ("moec.cost.sizes", "moec.explain"),
         ("moec.cli", "moec.compiler"),
     ],
 )

@@ -1,8 +1,8 @@
 """Cluster: the few numbers about machines and wires that costs are computed from.
 
-Presets are in ``clusters.yaml``; ``moec calibrate`` measures the same numbers on a machine and writes a file of the same
-form (one cluster, its fields at top level).  All times are seconds, all rates are a second's, and all are what *one
-rank* gets while every rank of its node does the same.
+Presets are in ``clusters.yaml``; ``moec calibrate`` measures the same numbers on a machine and writes a file of the
+same form (one cluster, its fields at top level).  All times are seconds, all rates are a second's, and all are what
+*one rank* gets while every rank of its node does the same.
 """
 
 from __future__ import annotations
@@ -69,8 +69,13 @@ class Cluster:
     def __post_init__(self) -> None:
         curves = [*self.matmul_flops.values(), self.memory_bytes]
         numbers = [x for c in curves for p in c for x in p]
-        numbers += [x for link in self.links.values() for x in (link.bytes_per_s, *(b for _, b in link.primitives.values()))]
-        times = [self.op_overhead_s, *(a for link in self.links.values() for a in (link.alpha_s, *(a for a, _ in link.primitives.values())))]
+        numbers += [
+            x for link in self.links.values() for x in (link.bytes_per_s, *(b for _, b in link.primitives.values()))
+        ]
+        times = [
+            self.op_overhead_s,
+            *(a for link in self.links.values() for a in (link.alpha_s, *(a for a, _ in link.primitives.values()))),
+        ]
         if not all(isfinite(x) and x > 0 for x in numbers) or not all(isfinite(x) and x >= 0 for x in times):
             self._refuse("sizes and rates must be positive numbers, times not negative")
         if not self.matmul_flops or not all(curves) or any(list(c) != sorted(c) for c in curves):
@@ -85,7 +90,9 @@ class Cluster:
 
     def matmul(self, dtype: str, flops: float) -> float:
         """FLOP/s; of a dtype that is not in the file, those of float32, else of the first one."""
-        curve = self.matmul_flops.get(dtype) or self.matmul_flops.get("float32") or next(iter(self.matmul_flops.values()))
+        curve = (
+            self.matmul_flops.get(dtype) or self.matmul_flops.get("float32") or next(iter(self.matmul_flops.values()))
+        )
         return rate(curve, flops)
 
     def memory(self, nbytes: float) -> float:

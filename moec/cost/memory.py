@@ -44,7 +44,9 @@ class Storages:
             elif node.op == "call_function" and (is_wait(node.target) or is_view(node)):
                 self._of[node] = tuple(operands[:1])
             else:
-                self.made[node] = self._of[node] = tuple(self._new(sizes.bytes(v)) for v in _tensors(node.meta.get("val")))
+                self.made[node] = self._of[node] = tuple(
+                    self._new(sizes.bytes(v)) for v in _tensors(node.meta.get("val"))
+                )
             read = set(operands)
             if is_start(node.target):
                 starts.update(dict.fromkeys(self._of[node], node))

@@ -88,8 +88,8 @@ def _grouped_mm_wgrad(n: _Node) -> tuple[float, float, int]:
 
 
 def _experts(w_in: int, w_out: int, h: Callable[[_Node], tuple[int, ...]], times: int) -> Formula:
-    """Forward: rows times each w_in [E, H, M] and w_out [E, I, H].  Backward (``times`` 2): the gradients of rows and of
-    weights, a product each; of a frozen weight there is none."""
+    """Forward: rows times each w_in [E, H, M] and w_out [E, I, H].  Backward (``times`` 2): the gradients of rows and
+    of weights, a product each; of a frozen weight there is none."""
 
     def formula(n: _Node) -> tuple[float, float, int]:
         N = h(n)[0]
@@ -206,7 +206,11 @@ def work(node: fx.Node, sizes: Sizes) -> Work:
         values = [v if isinstance(v, torch.Tensor) else a for a in node.args for v in [_val(a)]]
         shapes = [sizes.shape(v) if isinstance(v, torch.Tensor) else v for v in values]
         val = node.meta["val"]
-        out = sizes.shape(val) if isinstance(val, torch.Tensor) else [sizes.shape(v) for v in val if isinstance(v, torch.Tensor)]
+        out = (
+            sizes.shape(val)
+            if isinstance(val, torch.Tensor)
+            else [sizes.shape(v) for v in val if isinstance(v, torch.Tensor)]
+        )
         return Work(float(known(*shapes, out_val=out, **node.kwargs)), n.all, dtype, 1, name)
     return Work(0.0, n.all, dtype)
 

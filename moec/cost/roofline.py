@@ -29,7 +29,7 @@ EXCHANGES = ("all_to_all", "exchange", "counts", "equal")
 
 
 @dataclass(frozen=True)
-class Span:
+class _Layout:
     """How a group lies on a cluster: ranks, and how many of them share a node with rank 0."""
 
     ranks: int
@@ -52,13 +52,13 @@ def stream(node: fx.Node, mesh: Mesh) -> str:
 
 def link(where: str, cluster: Cluster, mesh: Mesh) -> str:
     """``network`` or ``node``: the slower link that a stream's group needs."""
-    return "network" if _span(where.removeprefix("comm:"), mesh, cluster.ranks_per_node).crosses else "node"
+    return "network" if _layout(where.removeprefix("comm:"), mesh, cluster.ranks_per_node).crosses else "node"
 
 
 @lru_cache(maxsize=1024)
-def _span(key: str, mesh: Mesh, ranks_per_node: int) -> Span:
+def _layout(key: str, mesh: Mesh, ranks_per_node: int) -> _Layout:
     ranks = mesh.groups(key)[0]
-    return Span(len(ranks), sum(r // ranks_per_node == ranks[0] // ranks_per_node for r in ranks))
+    return _Layout(len(ranks), sum(r // ranks_per_node == ranks[0] // ranks_per_node for r in ranks))
 
 
 def wire(node: fx.Node, mesh: Mesh, sizes: Sizes) -> int:
@@ -92,25 +92,25 @@ def _is_free(node: fx.Node) -> bool:
 def _communication(node: fx.Node, cluster: Cluster, mesh: Mesh, sizes: Sizes) -> float:
     entry = collective(node.target)
     assert entry is not None
-    span = _span(group_key(node), mesh, cluster.ranks_per_node)
-    if span.ranks == 1:
+    group = _layout(group_key(node), mesh, cluster.ranks_per_node)
+    if group.ranks == 1:
         return 0.0
     sent, kind = wire(node, mesh, sizes), entry.primitive
-    if not span.crosses:
+    if not group.crosses:
         alpha, beta = cluster.link("node").of(kind)
         return alpha + sent / beta
     alpha, beta = cluster.link("network").of(kind)
     times = PRIMITIVES[kind] or 0
-    whole = sent * span.ranks / (span.ranks - 1)  # what a ring would move (ranks - 1) / ranks of
+    whole = sent * group.ranks / (group.ranks - 1)  # what a ring would move (ranks - 1) / ranks of
     if kind in EXCHANGES:
-        across = whole * (span.ranks - span.inside) / span.ranks
-        inside = whole * (span.inside - 1) / span.ranks
+        across = whole * (group.ranks - group.inside) / group.ranks
+        inside = whole * (group.inside - 1) / group.ranks
     else:
-        nodes = span.ranks // span.inside
-        across = whole * (nodes - 1) / nodes / span.inside
-        inside = sent if span.inside > 1 else 0.0
+        nodes = group.ranks // group.inside
+        across = whole * (nodes - 1) / nodes / group.inside
+        inside = sent if group.inside > 1 else 0.0
     assert times
     took = across / beta
-    if span.inside > 1:
+    if group.inside > 1:
         took = max(took, inside / cluster.link("node").of(kind)[1])
     return alpha + took

@@ -29,7 +29,9 @@ class Sizes:
 
     Anything without a number counts as ``unknown`` (1)."""
 
-    def __init__(self, values: Mapping[str, int], batch: frozenset[str] = frozenset(), mesh: Mesh | None = None) -> None:
+    def __init__(
+        self, values: Mapping[str, int], batch: frozenset[str] = frozenset(), mesh: Mesh | None = None
+    ) -> None:
         self.values = dict(values)
         self.batch, self.mesh = batch, mesh or Mesh()
         self._known: dict[sympy.Expr, int] = {}
@@ -81,7 +83,7 @@ class Sizes:
             return prod(self.shape(val)) * val.dtype.itemsize
         return sum(map(self.bytes, val)) if isinstance(val, (tuple, list)) else 0
 
-    # ------------------------------------------------------------------------------------------- sizes that depend on data
+    # ------------------------------------------------------------------------------------------- data-dependent sizes
     def learn(self, nodes: Iterable[fx.Node]) -> None:
         """Numbers for the sizes that these nodes introduce."""
         whole = self.everywhere()

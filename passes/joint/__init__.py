@@ -28,6 +28,7 @@ from moec.passes.joint.segments import Segment, cut
 from moec.passes.joint.vjp import Vjp, trace
 from moec.passes.verify.reinfer import local_placeholder
 from moec.program import Program
+from moec.runtime.collectives import is_start
 from moec.runtime.errors import MoecError
 from moec.runtime.torch_compat import fake_mode_of
 
@@ -137,6 +138,8 @@ class _Joint:
                 copy = piece.env[node] = self._copy(self.forward, 0, node, vjp, piece.env)
                 at = vjp.source.get(node)
                 copy.meta["where"] = segment.nodes[at].meta.get("where", "") if at is not None else segment.where
+                if at is not None and is_start(node.target) and "moves" in segment.nodes[at].meta:
+                    copy.meta.update({k: segment.nodes[at].meta[k] for k in ("moves", "types")})
             for out, node in zip(vjp.outputs, segment.outputs, strict=True):
                 self.made[node] = piece.env[out] if isinstance(out, fx.Node) else out
 
