@@ -42,6 +42,7 @@ from moec.passes.redundant import redundant
 from moec.passes.shard import shard
 from moec.passes.shard.custom import sharding_rule
 from moec.passes.statistics import statistics
+from moec.passes.step import make_step
 from moec.passes.units import units
 from moec.passes.use_transformer_engine import use_transformer_engine
 from moec.plan import Plan
@@ -90,6 +91,8 @@ def compile_program(
         program.why_not += declined
         passes = (*PIPELINE, expand) if program.repeats else PIPELINE
         program = manager.run(program, plan, passes, dump=dump, observe=observe)
+        if plan.overlap is not None:
+            program.step = make_step(program, plan)
         if dump:
             write_kernels(program, Path(dump) / "kernels")
         return program

@@ -37,6 +37,7 @@ from moec.runtime.errors import MoecError
 from moec.runtime.groups import Groups
 from moec.runtime.mesh import Mesh
 from moec.runtime.reshard import RESHARDING, Resharding
+from moec.scheduled import Parameter, Runner
 from moec.tree import container, initial, named_tensors, unused
 
 CompileFn = Callable[[bool, tuple[Any, ...], dict[str, Any]], Program]
@@ -100,6 +101,7 @@ class ParallelModule(nn.Module):
         self._program = program
         first = bind(self._signature, tuple(example_args), dict(example_kwargs or {}))
         self._programs: dict[str, Program] = {first.key(program.training): self._accepted(program)}
+        self._runners: dict[str, Runner] = {}
         self.accounts = Accounts()
         self.last_sizes: dict[str, tuple[int, ...]] = {}
         """Shapes of this rank's inputs in the last forward, by path (what ``moec.explain`` states bytes for)."""
@@ -138,17 +140,33 @@ class ParallelModule(nn.Module):
         self.last_sizes = {s.path: tuple(tensors[s.placeholder].shape) for s in program.inputs.values()}
         running = {f"{s.name.rpartition('.')[0]}:{AUX_COUNTS}": s.value for s in self._slots.values() if s.running}
         self.accounts.begin((s.value for s in self._slots.values() if s.spec.requires_grad), running, self.training)
-        reshards = torch.is_grad_enabled() and any(n.name == RESHARDING for n in program.placeholders())
-        owners = ((to_local(s.value), s.value) for s in self._slots.values())
-        resharding = Resharding(owners) if reshards else None
-        with resharding.hooks() if resharding is not None else nullcontext():
-            results = program.module(*self._operands(program, tensors, resharding))
+        results = self._scheduled(key, program, tensors) if program.step else self._recorded(program, tensors)
         self.accounts.forward(program, results, self.training)
         for x in results:
             if x.requires_grad:
                 x.register_hook(self.accounts.backward)
         leaves = [o.constant if o.index is None else self._leaf(o, results[o.index]) for o in program.outputs]
         return pytree.tree_unflatten(leaves, program.out_spec)
+
+    def _recorded(self, program: Program, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Run the graph under autograd, which records its backward."""
+        reshards = torch.is_grad_enabled() and any(n.name == RESHARDING for n in program.placeholders())
+        owners = ((to_local(s.value), s.value) for s in self._slots.values())
+        resharding = Resharding(owners) if reshards else None
+        with resharding.hooks() if resharding is not None else nullcontext():
+            return program.module(*self._operands(program, tensors, resharding))
+
+    def _scheduled(self, key: str, program: Program, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Run the forward and the backward graph."""
+        assert program.step is not None
+        if key not in self._runners:
+            self._runners[key] = Runner(program.step)
+        slots = {name: self._slots[spec.name] for name, spec in program.params.items()}
+        values = {n: self._enter(s.value, s.spec) for n, s in slots.items()}
+        trained = {
+            n: Parameter(s.value, partial(self._leave, spec=s.spec)) for n, s in slots.items() if s.value.requires_grad
+        }
+        return self._runners[key](values | tensors, trained)
 
     def _leaf(self, spec: OutputSpec, local: Tensor) -> Tensor:
         """An output as users see it: what tp shards (logits beside a loss) is a DTensor over the tp axes of this rank's
@@ -316,6 +334,13 @@ class ParallelModule(nn.Module):
         if not problems:
             shapes = {spec.placeholder: tuple(call.tensors[path].shape) for path, spec in specs}
             problems += program.size_problems(shapes, self.dp_size)
+        if program.step and self._mesh.world == 1:
+            problems += [
+                f"input {path!r} requires a gradient, and the graphs of Plan.overlap give them to parameters alone: "
+                "pass x.detach(), or leave overlap out"
+                for path, x in call.tensors.items()
+                if x.requires_grad and torch.is_grad_enabled()
+            ]
         report = Report(key, problems=problems)
         if self._mesh.world > 1:
             found = [(path, spec, call.tensors[path]) for path, spec in specs if path in call.tensors]

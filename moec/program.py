@@ -33,6 +33,7 @@ from moec.router import Router
 from moec.runtime.collectives import is_start
 from moec.runtime.mesh import Mesh
 from moec.runtime.torch_compat import OpOverload, expr
+from moec.step import Step
 
 EQUAL_LENGTHS = "equal_lengths"
 """Fact: the program computes with the global number of tokens, so all ranks must pass inputs of the same shape."""
@@ -187,6 +188,8 @@ class Program:
     """What ``configure_router`` changed about the routers."""
     layout_reasons: dict[str, str] = field(default_factory=dict)
     """Parameter name -> who placed it and why."""
+    step: Step | None = None
+    """Where the plan has ``overlap``, forward and backward as graphs: these run, not ``module``."""
     repeats: tuple[Repeat, ...] = ()
     """Runs of equal layers that the graph holds some of; none once they are expanded."""
 

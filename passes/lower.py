@@ -42,6 +42,7 @@ def _run(program: Program, plan: Plan) -> Program:
 def group_keys(program: Program) -> set[str]:
     """Every group that the program communicates over, the gradient epilogue included."""
     keys = {group_of(n) for n in program.graph.nodes if n.op == "call_function" and collective(n.target)}
+    keys |= program.step.keys if program.step else set()
     return keys | set(program.grad_reductions.values())
 
 
@@ -52,7 +53,9 @@ def bind(program: Program, names: dict[str, str]) -> Program:
         if node.op == "call_function" and collective(node.target):
             node.meta["group_key"] = group_of(node)  # for people and for explain
             node.args = fx.node.map_aggregate(node.args, lambda a: names.get(a, a) if isinstance(a, str) else a)
-    if resharded := bound.resharded():
+    if program.step:
+        bound.step = program.step.bound(names)
+    elif resharded := bound.resharded():
         _reshard(bound, resharded)
     bound.module.recompile()
     return bound

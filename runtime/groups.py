@@ -7,7 +7,8 @@ the same keys.  Creation order is fixed by the mesh (never by the order of ``key
 * ``device_mesh``: one ``DeviceMesh`` over all atomic axes (None for a world of one rank, which has no axis).
 * ``name(key)``: the c10d ``group_name`` of this rank's group over a group key, which lowered graphs carry.
 
-A group over one axis is the device mesh's own, a group over all axes the default group; only the rest is created.
+A group over one axis is the device mesh's own, a group over all axes the default group; the rest is created, and so
+is every group with a purpose.
 Groups of one rank never exist: axes of size 1 do not.
 """
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .errors import MoecError
-from .mesh import Mesh
+from .mesh import Mesh, axes_of
 
 
 class Groups:
@@ -75,7 +76,7 @@ class Groups:
         return self.group(key).group_name
 
     def _checked(self, key: str) -> str:
-        if not key or self.mesh.key(key.split(",")) != key:
+        if not self.mesh.is_key(key):
             raise MoecError(
                 f"{key!r} is not a group key of the mesh with the axes {list(self.mesh.names)}",
                 where="groups",
@@ -83,5 +84,5 @@ class Groups:
             )
         return key
 
-    def _order(self, key: str) -> tuple[int, ...]:
-        return tuple(self.mesh.names.index(n) for n in key.split(","))
+    def _order(self, key: str) -> tuple[list[int], str]:
+        return [self.mesh.names.index(n) for n in axes_of(key).split(",")], key

@@ -15,7 +15,8 @@ and their names end in ``_n``.
 Example: 4 ranks, dp=2, tp=2, ep=4 gives the axes ``dp_ep`` (2) and ``tp_ep`` (2); ep is both of them.
 
 A *group key* is how graphs name a process group before it exists: axis names joined by commas, in mesh order
-(``"dp_ep,tp_ep"``).
+(``"dp_ep,tp_ep"``).  Behind a ``#`` may stand what the group is for (``"dp_ep#exchange"``): the same ranks, and a
+process group of its own, so that what is in flight for one purpose does not queue behind another's.
 """
 
 from __future__ import annotations
@@ -30,6 +31,16 @@ from .errors import MoecError
 
 DENSE_ROLES = ("dp", "cp", "tp")
 EXPERT_ROLES = ("edp", "ep", "etp")
+
+
+def axes_of(key: str) -> str:
+    """A group key without its purpose."""
+    return key.partition("#")[0]
+
+
+def for_purpose(key: str, purpose: str) -> str:
+    """The key of the group of the same ranks that serves ``purpose`` alone."""
+    return f"{axes_of(key)}#{purpose}" if purpose else axes_of(key)
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,11 @@ class Mesh:
             return tuple(a.name for a in self.axes if a.shares and of in (a.dense, a.expert))
         return tuple(a.name for a in self.axes if role in (a.dense, a.expert))
 
+    def is_key(self, key: str) -> bool:
+        """Is it a group key of this mesh, with a purpose or without?"""
+        axes = axes_of(key)
+        return bool(axes) and self.key(axes.split(",")) == axes
+
     def size(self, axes: str | Iterable[str]) -> int:
         """Number of ranks in a group over ``axes`` (a group key or axis names)."""
         return prod(self.axis(n).size for n in self._split(axes))
@@ -150,5 +166,5 @@ class Mesh:
         return tuple(tuple(g) for g in found.values())
 
     def _split(self, axes: str | Iterable[str]) -> tuple[str, ...]:
-        names = axes.split(",") if isinstance(axes, str) else tuple(axes)
+        names = axes_of(axes).split(",") if isinstance(axes, str) else tuple(axes)
         return tuple(n for n in self.names if n in set(names))

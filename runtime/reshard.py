@@ -94,7 +94,7 @@ class _Parameter:
     whole: Tensor | None = None
 
     def open(self) -> Tensor:
-        _check_version(self.owner, self.version)
+        check_version(self.owner, self.version)
         whole = self.whole
         if whole is None:
             with torch.no_grad():
@@ -153,11 +153,12 @@ class Resharding:
     def _unpack(self, packed: _Kept | _Handle) -> Tensor:
         if isinstance(packed, _Handle):
             return packed.parameter.open().as_strided(packed.shape, packed.stride, packed.offset)
-        _check_version(packed.tensor, packed.version)
+        check_version(packed.tensor, packed.version)
         return packed.tensor
 
 
-def _check_version(tensor: Tensor, version: int) -> None:
+def check_version(tensor: Tensor, version: int) -> None:
+    """Raise MoecError if ``tensor``, which a backward needs, is not what it was at ``version``."""
     if tensor._version != version:
         raise MoecError(
             f"a tensor of shape {tuple(tensor.shape)} that the gradient needs was changed between forward and backward",

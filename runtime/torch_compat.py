@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 import sympy
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 from torch._C import DispatchKey
 from torch._C._distributed_c10d import _register_work, _resolve_process_group
 from torch._decomp import decomposition_table
@@ -174,6 +174,23 @@ def resized(fake: Tensor, shape: Iterable[int | torch.SymInt | sympy.Expr]) -> T
     mode = fake.fake_mode if isinstance(fake, FakeTensor) else contextlib.nullcontext()
     with mode:
         return torch.empty(sizes, dtype=fake.dtype, device=fake.device)
+
+
+class _Boxed(fx.graph.CodeGen):
+    """Arguments come in a list that the function empties, so that each one is let go of after its last use."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **kwargs: object) -> str:
+        names = [v.split(":")[0].split("=")[0].strip() for v in free_vars if v != "self"]
+        taken = f"\n    {', '.join(names)}, = operands\n    operands.clear()" if names else ""
+        return f"def {self._func_name}(self, operands){maybe_return_annotation}:{taken}"
+
+
+def boxed(module: fx.GraphModule) -> Callable[[list], tuple]:
+    """A graph as a function of the list of its operands, which it empties."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    graph.set_codegen(_Boxed())
+    return fx.GraphModule(module, graph).forward
 
 
 # -- capture ---------------------------------------------------------------------------------------------------------

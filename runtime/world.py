@@ -96,7 +96,7 @@ class LockstepWorld:
     def _collective(self, entry: Collective, node: fx.Node, calls: list[tuple[tuple, dict]]) -> list[Tensor]:
         bound = [_bind(node.target, args, kwargs) for args, kwargs in calls]
         key, size = bound[0]["group"], bound[0]["size"]
-        if not key or self.mesh.key(key.split(",")) != key or self.mesh.size(key) != size:
+        if not self.mesh.is_key(key) or self.mesh.size(key) != size:
             raise MoecError(
                 f"group {key!r} of size {size} is not a group of the mesh "
                 f"{dict(zip(self.mesh.names, self.mesh.shape, strict=True))}",

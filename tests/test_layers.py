@@ -22,7 +22,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"moec": ROOT / "moec", "moec.passes": ROOT / "passes", "moec.runtime": ROOT / "runtime"}
 COMPAT = "moec.runtime.torch_compat"
-IR = ("moec.program", "moec.plan", "moec.router", "moec.overlap", "moec.precision", "moec.placement", "moec.cost")
+IR = (
+    "moec.program", "moec.step", "moec.plan", "moec.router", "moec.overlap", "moec.precision", "moec.placement",
+    "moec.cost",
+)  # fmt: skip
 
 # Private by spelling, public by use:
 ALLOWED_PRIVATE = (
