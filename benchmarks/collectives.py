@@ -2,8 +2,8 @@
 
     python benchmarks/collectives.py [--models mixtral qwen3_moe] [--only "tp 4"] [--json]
 
-Four gloo processes train a tiny model (float32) for one step on the same global batch, once with each contender of
-``contenders.py``.  torch's profiler records every ``c10d`` operation of that step on rank 0 (the second step, so that
+Four gloo processes, anew for each contender of ``contenders.py``, train a tiny model (float32) for one step on the same
+global batch.  torch's profiler records every ``c10d`` operation of that step on rank 0 (the second step, so that
 nothing is counted that happens once), whoever issued it and through whichever interface; nothing is excluded.  *Bytes*
 are tensor bytes on one rank: the larger of what goes in and what comes out.  *MFLOP a token* are the matrix products of
 rank 0 over the tokens of the global batch: a peer that computes on all ranks what one could do alone pays there.
@@ -17,7 +17,6 @@ The last line with ``--json`` is one object: ``{"setup": …, "models": {model: 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import logging
 import os
@@ -52,6 +51,8 @@ MODELS = {
 }
 ITEMSIZE = {"float": 4, "double": 8, "long int": 8, "int": 4, "unsigned char": 1, "c10::BFloat16": 2, "bool": 1}
 VANISHING = 1e-2
+LAUNCH_SECONDS = 600
+"""A launch takes about twenty seconds; one that hangs must not hang the rest of the table for ever."""
 
 
 def build(name: str, aux: bool) -> nn.Module:
@@ -149,37 +150,26 @@ def furthest(got: dict[str, Tensor | None], want: dict[str, Tensor]) -> tuple[fl
 
 
 def run_rank(a: argparse.Namespace) -> None:
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    number = itertools.count()
-
-    def fresh() -> None:
-        """Every contender makes groups, whose threads slow down those who come after it."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        dist.init_process_group("gloo", f"file://{a.folder}/store{next(number)}", rank=rank, world_size=world)
-
-    fresh()
-    results: dict[str, Any] = {}
-    for name in a.models:
-        for aux in (False, True):
-            source = build(name, aux)
-            batch = batch_of(source.config.vocab_size)
-            loss, want = oracle(source, batch)
-            folder = Path(a.folder, f"{name}-{aux}")
-            if dist.get_rank() == 0:
-                source.save_pretrained(folder)
-            dist.barrier()
-            rows = results.setdefault(name, {})[f"aux {'on' if aux else 'off'}"] = {}
-            for title, make in CONTENDERS.items():
-                if a.only and not any(o in title for o in a.only):
-                    continue
-                fresh()
-                rows[title] = measure(make, source, str(folder), batch, loss, want)
-                if dist.get_rank() == 0:
-                    print(f"{name}, aux {'on' if aux else 'off'}: {title}: {rows[title]}", file=sys.stderr)
+    """One contender on one model, its balancing loss off and on."""
+    (name,), (title,) = a.models, a.only
+    dist.init_process_group("gloo")
+    rows = {}
+    for aux in (False, True):
+        source = build(name, aux)
+        batch = batch_of(source.config.vocab_size)
+        loss, want = oracle(source, batch)
+        folder = Path(a.folder, setting(aux))
+        if dist.get_rank() == 0:
+            source.save_pretrained(folder)
+        dist.barrier()
+        rows[setting(aux)] = measure(CONTENDERS[title], source, str(folder), batch, loss, want)
     if dist.get_rank() == 0:
-        Path(a.folder, "results.json").write_text(json.dumps(results))
+        Path(a.folder, "rows.json").write_text(json.dumps(rows))
     dist.destroy_process_group()
+
+
+def setting(aux: bool) -> str:
+    return f"aux {'on' if aux else 'off'}"
 
 
 def measure(make, source: nn.Module, folder: str, batch, loss: Tensor, want) -> dict[str, Any]:
@@ -220,11 +210,7 @@ def main() -> None:
         torch.set_num_threads(1)
         run_rank(a)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", __file__]
-        command += ["--folder", folder, "--models", *a.models, *(["--only", *a.only] if a.only else [])]
-        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        results = json.loads(Path(folder, "results.json").read_text())
+    results = {name: launch(name, a.only) for name in a.models}
     ratios = compare(results)
     show(results, ratios)
     if a.json:
@@ -233,6 +219,24 @@ def main() -> None:
             "cores": os.cpu_count(), "processes": 4, "sequences": SEQUENCES, "length": LENGTH, "sizes": TINY | MODELS,
         }  # fmt: skip
         print(json.dumps({"setup": setup, "models": results, "ratios": ratios}))
+
+
+def launch(name: str, only: list[str] | None) -> dict[str, Any]:
+    """setting -> contender -> its row.  Each contender has processes of its own: it makes process groups, whose threads
+    would slow down those who come after it."""
+    rows: dict[str, Any] = {setting(aux): {} for aux in (False, True)}
+    for title in CONTENDERS:
+        if only and not any(o in title for o in only):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", __file__]
+            command += ["--folder", folder, "--models", name, "--only", title]
+            subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=LAUNCH_SECONDS)
+            found = json.loads(Path(folder, "rows.json").read_text())
+        for key, row in found.items():
+            rows[key][title] = row
+        print(f"{name}: {title}: {found}", file=sys.stderr)
+    return rows
 
 
 def compare(results: dict[str, Any]) -> list[dict[str, Any]]:
