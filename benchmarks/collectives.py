@@ -1,6 +1,6 @@
 """Collectives and bytes of one training step beside peers, and whether each peer's gradients are right.
 
-    python benchmarks/collectives.py [--models mixtral qwen3_moe] [--only "tp 4"] [--json]
+    python benchmarks/collectives.py [--models mixtral qwen3_moe] [--only "tp 4"] [--json]     # needs the extra bench
 
 Four gloo processes, anew for each contender of ``contenders.py``, train a tiny model (float32) for one step on the same
 global batch.  torch's profiler records every ``c10d`` operation of that step on rank 0 (the second step, so that
