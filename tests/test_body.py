@@ -33,12 +33,12 @@ def _both(a, b):
 
 
 @st.composite
-def bodies(draw) -> Body:
-    """One or two products, cut in one way; every primitive of a model; rows among the operands."""
+def bodies(draw, rows: int = 2) -> Body:
+    """One or two products, cut in one way; every primitive of a model; up to ``rows`` rows among the operands."""
     products = draw(st.integers(1, 2))
     form, parts = draw(st.sampled_from([("whole", 1), ("chunk", 2), ("every", 2), ("chunk", 3)]))
     inputs = [Input(f"x{i}_{j}", form, i, parts, j) for i in range(products) for j in range(parts)]
-    inputs += [Input(f"r{i}", "row", i) for i in range(draw(st.integers(0, 2)))]
+    inputs += [Input(f"r{i}", "row", i) for i in range(draw(st.integers(0, rows)))]
     build = Builder(*inputs)
     names = [i.name for i in inputs]
     numbers = st.sampled_from([1.702, 7.0, -0.5, 2.0])

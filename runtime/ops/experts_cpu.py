@@ -3,6 +3,8 @@
 Legend: S rows of the source (tokens, or the rows themselves), N rows by expert, E experts, R rows of a tile, B rows of
 a block, H hidden, M columns of a first product, A columns of all of them, I columns of the body's result.
 
+The body is one pass over a tile in C where that can be compiled (``kernels/c_body.py``), else PyTorch's, step by step.
+
 A tile is a run of rows: those of several experts with few rows each, or a part of one with many.  For every tile the
 rows are gathered into one small buffer, multiplied expert by expert, taken through the body in one go, and multiplied
 again.  All buffers are reused; of full length are only results, the first products (which the backward needs) and
@@ -26,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ..body import Body, Buffers
+from ..kernels import c_body
 from .rows import accumulator
 
 TILE = 1024
@@ -79,14 +82,18 @@ def forward(
     h_NA[owned:].zero_()
     plan = tiles(counts, x_SH.dtype)
     rows, a_RI, buffers = _Rows(x_SH, source_N, plan), _buffer(x_SH, plan, body.width(widths)), Buffers()
+    compiled = c_body.of(body, x_SH.dtype)
     into, biases = [w.unbind(0) for w in w_in], [b.unbind(0) for b in b_in]
     out_of, bias_out = w_out.unbind(0), None if b_out is None else b_out.unbind(0)
     for tile in plan:
         x_RH, h_RA, a = rows.of(tile), h_NA[tile.start : tile.end], a_RI[: tile.rows]  # 1
         for i, h_RM in enumerate(_columns(h_RA, widths)):
             _products(tile, x_RH, into[i], h_RM, biases[i] if biases else None)  # 2
-        for h, a_block in _blocks(h_RA, a):
-            body.run(_columns(h, widths), out=[a_block], buffers=buffers)  # 3
+        if compiled is not None:  # 3
+            compiled.forward(h_RA, a)
+        else:
+            for h, a_block in _blocks(h_RA, a):
+                body.run(_columns(h, widths), out=[a_block], buffers=buffers)
         _products(tile, a, out_of, y_NH[tile.start : tile.end], bias_out)  # 4
     return y_NH, h_NA
 
@@ -119,6 +126,7 @@ def backward(
     plan, inner = tiles(counts, x_SH.dtype), body.width(widths)
     grads, rows = _Rows(grad_SH, source_N, plan), _Rows(x_SH, source_N, plan)
     d_RI, a_RI, dh_RA = (_buffer(x_SH, plan, n) for n in (inner, inner, sum(widths)))
+    compiled = c_body.of(body, x_SH.dtype) if need_h else None
     activation = _Activation(body, widths, need_h)
     into, out_of = [w.transpose(1, 2).unbind(0) for w in w_in], w_out.transpose(1, 2).unbind(0)
     dw_in_E, dw_out_E = [dw.unbind(0) for dw in dw_in], dw_out.unbind(0)
@@ -130,8 +138,11 @@ def backward(
         g_RH, h_RA, d, a, dh = (grads.of(tile), h_NA[lines], *(t[: tile.rows] for t in (d_RI, a_RI, dh_RA)))  # 1
         if need_a or need_h:
             _products(tile, g_RH, out_of, d)  # 2
-            for block in _blocks(h_RA, d, a, dh, weight, dweight):  # 3
-                activation(*block)
+            if compiled is not None:  # 3
+                compiled.backward(h_RA, d, weight, dweight, a, dh)
+            else:
+                for block in _blocks(h_RA, d, a, dh, weight, dweight):
+                    activation(*block)
         if dweight is not None and b_out is not None:
             for e, dweight_e, g in _by_expert(tile, dweight, g_RH):
                 dweight_e += g.to(dweight.dtype) @ b_out[e].to(dweight.dtype)
