@@ -1,8 +1,9 @@
 """parallelize: the pipeline on one screen.
 
-capture → normalize → raise_moe → raise_router → configure_router (where asked for) → statistics → shard → redundant
-→ bundle → fsdp, use_transformer_engine (where asked for) → fuse_router, fuse_experts, fuse_permute, fuse_cross_entropy
-(unless turned off) → lower → expand (where layers are equal) → bind to process groups → ParallelModule
+capture → normalize → causal_attention → raise_moe → raise_router → configure_router (where asked for) → statistics
+→ shard → redundant → bundle → fsdp, use_transformer_engine (where asked for) → fuse_router, fuse_experts, fuse_permute,
+fuse_cross_entropy (unless turned off) → lower → expand (where layers are equal) → bind to process groups
+→ ParallelModule
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from moec.module import ParallelModule
 from moec.own_plan import own_plan
 from moec.passes import manager
 from moec.passes.bundle import bundle
+from moec.passes.causal_attention import causal_attention
 from moec.passes.configure_router import configure_router
 from moec.passes.contract import Pass
 from moec.passes.expand import Unlike, expand, expand_layers
@@ -56,8 +58,8 @@ __all__ = [
 ]  # fmt: skip
 
 PIPELINE: tuple[Pass, ...] = (
-    normalize, raise_moe, raise_router, configure_router, statistics, shard, redundant, bundle, fsdp, units,
-    use_transformer_engine, fuse_router, fuse_experts, fuse_permute, fuse_cross_entropy, lower,
+    normalize, causal_attention, raise_moe, raise_router, configure_router, statistics, shard, redundant, bundle, fsdp,
+    units, use_transformer_engine, fuse_router, fuse_experts, fuse_permute, fuse_cross_entropy, lower,
 )  # fmt: skip
 
 
