@@ -1,9 +1,9 @@
 """parallelize: the pipeline on one screen.
 
 capture → normalize → causal_attention → raise_moe → raise_router → configure_router (where asked for) → statistics
-→ shard → redundant → bundle → fsdp, use_transformer_engine (where asked for) → fuse_router, fuse_experts, fuse_permute,
-fuse_cross_entropy (unless turned off) → lower → expand (where layers are equal) → bind to process groups
-→ ParallelModule
+→ shard → redundant → bundle → fsdp, chunk_experts, use_transformer_engine (where asked for) → fuse_router,
+fuse_experts, fuse_permute, fuse_cross_entropy (unless turned off) → lower → expand, rejoin (where layers are equal)
+→ bind to process groups → ParallelModule
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from moec.own_plan import own_plan
 from moec.passes import manager
 from moec.passes.bundle import bundle
 from moec.passes.causal_attention import causal_attention
+from moec.passes.chunk_experts import chunk_experts
 from moec.passes.configure_router import configure_router
 from moec.passes.contract import Pass
 from moec.passes.expand import Unlike, expand, expand_layers
@@ -41,6 +42,7 @@ from moec.passes.normalize import normalize
 from moec.passes.raise_moe import raise_moe
 from moec.passes.raise_router import raise_router
 from moec.passes.redundant import redundant
+from moec.passes.rejoin import rejoin
 from moec.passes.shard import shard
 from moec.passes.shard.custom import sharding_rule
 from moec.passes.statistics import statistics
@@ -59,7 +61,7 @@ __all__ = [
 
 PIPELINE: tuple[Pass, ...] = (
     normalize, causal_attention, raise_moe, raise_router, configure_router, statistics, shard, redundant, bundle, fsdp,
-    units, use_transformer_engine, fuse_router, fuse_experts, fuse_permute, fuse_cross_entropy, lower,
+    units, chunk_experts, use_transformer_engine, fuse_router, fuse_experts, fuse_permute, fuse_cross_entropy, lower,
 )  # fmt: skip
 
 
@@ -91,7 +93,7 @@ def compile_program(
         )
         program.mesh, program.own_plan = mesh, own_plan(model)
         program.why_not += declined
-        passes = (*PIPELINE, expand) if program.repeats else PIPELINE
+        passes = (*PIPELINE, expand, rejoin) if program.repeats else PIPELINE
         program = manager.run(program, plan, passes, dump=dump, observe=observe)
         if plan.overlap is not None:
             program.step = make_step(program, plan)

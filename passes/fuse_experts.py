@@ -34,8 +34,9 @@ from moec.program import Program, op_name
 moec_ops = torch.ops.moec
 PERMUTES = {moec_ops.permute.default: False, moec_ops.permute_kept.default: True}
 """A permute -> does it keep the rows of experts alone?"""
-KEPT = ("grad", "padded")
-"""What the fused node inherits: whether it needs a gradient, and whether its rows are more than those recorded."""
+KEPT = ("grad", "padded", "chunk")
+"""What the fused node inherits: whether it needs a gradient, whether its rows are others than those recorded, and the
+chunk of tokens that it belongs to."""
 
 
 def _run(program: Program, plan: Plan) -> Program:

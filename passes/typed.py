@@ -43,6 +43,9 @@ def _with_types(program: Program, node: fx.Node) -> fx.Node:
     val = node.meta["val"]
     floats = [differentiable(v) for v in (val if isinstance(val, (tuple, list)) else [val])]
     node.meta["grad"] = any(floats) and any(o.meta["grad"] for o in node.all_input_nodes if "grad" in o.meta)
+    for key in ("padded", "chunk"):  # rows that are not the recorded ones stay so
+        for o in (o for o in node.all_input_nodes if key in o.meta):
+            node.meta[key] = o.meta[key]
     node.meta["types"] = dict.fromkeys(program.mesh.names, R)  # no op that is written so makes a dim of its own
     types = {o: o.meta["types"] for o in (*ops, *node.all_input_nodes) if o.meta.get("types") is not None}
     if program.mesh.names:

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from moec import shards, simulate
 from moec.passes import manager
+from moec.passes.chunk_experts import chunk_experts
 from moec.passes.lower import bind, group_keys, lower
 from moec.passes.redundant import redundant
 from moec.passes.shard import shard
@@ -92,7 +93,7 @@ def block(E: int, K: int, spec: RouteSpec | None = None) -> Program:
 def compiled(E: int, K: int, plan: Plan, world: int, spec: RouteSpec | None = None) -> Program:
     program = block(E, K, spec).fork()
     program.mesh = plan.mesh(world)
-    return manager.run(program, plan.resolve(world), (shard, redundant, lower))
+    return manager.run(program, plan.resolve(world), (shard, redundant, chunk_experts, lower))
 
 
 @dataclass

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from moec.passes.chunks.types import blocks_of, chunk_types
 from moec.passes.shard.convert import dealt_blocks
 from moec.passes.shard.rule import differentiable, is_getitem, operands
 from moec.passes.shard.rules import is_creation, rule_for
@@ -79,6 +80,8 @@ def derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
         return _pack(node, types)
     if name == "moec.unpack":
         return _unpack(node, derived)
+    if name in ("moec.split_tokens", "moec.join_tokens"):
+        return _chunks(node, name, types)
     if entry is not None or (name.startswith("moec.") and name not in BY_THE_TABLE):
         return derive_dialect(program, node, dict(zip(ops, types, strict=True)))
     if (
@@ -160,6 +163,18 @@ def _unpack(node: fx.Node, derived) -> list[Types]:
         raise MoecError(f"{node.format_node()} takes apart what was not packed so", where=node.meta.get("where", ""))
     whole, axes = derived[node.args[0]], group_of(started).split(",")
     return [{a: whole[a] if a in axes else t for a, t in derived[x].items()} for x in source.args[0]]
+
+
+def _chunks(node: fx.Node, name: str, types: list[Types]) -> Types | list[Types]:
+    """Each rank's own tokens, fewer or more of them: in as many blocks as are recorded."""
+    where = node.meta.get("where", "")
+    lead = node.args[2] if name == "moec.split_tokens" else len(node.args[1])
+    recorded = node.meta["types"]
+    blocks = blocks_of(recorded[0] if isinstance(recorded, list) else recorded)
+    if any(t.kind == "V" for t in types[0].values()) or any(t != types[0] for t in types):
+        raise MoecError(f"{node.format_node()} has operands of types {[show(t) for t in types]}", where=where)
+    found = chunk_types(types[0], lead, blocks)
+    return [found] * node.args[1] if name == "moec.split_tokens" else found
 
 
 def _neutral(types: Types) -> Types:
