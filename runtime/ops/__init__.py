@@ -1,6 +1,7 @@
 """The ``moec::`` ops: importing this package registers them all."""
 
 from . import (
+    align_rows,
     balance,
     blocked_logsumexp,
     boundary,
@@ -11,6 +12,8 @@ from . import (
     drop,
     exchange,
     experts,
+    fp8_grouped_mm,
+    fp8_linear,
     grouped_add,
     grouped_mm,
     inject,
@@ -22,6 +25,7 @@ from . import (
     permute_aligned,
     pick,
     place_rows,
+    quantise,
     route,
     route_counted,
     slots,
@@ -32,6 +36,7 @@ from . import (
 )
 
 __all__ = [
+    "align_rows",
     "balance",
     "blocked_logsumexp",
     "boundary",
@@ -42,6 +47,8 @@ __all__ = [
     "drop",
     "exchange",
     "experts",
+    "fp8_grouped_mm",
+    "fp8_linear",
     "grouped_add",
     "grouped_mm",
     "inject",
@@ -53,6 +60,7 @@ __all__ = [
     "permute_aligned",
     "pick",
     "place_rows",
+    "quantise",
     "route",
     "route_counted",
     "slots",

@@ -68,17 +68,26 @@ def check_aligned(alignment: int, quantise: str) -> None:
 
 
 def num_rows(ids_TK: Tensor, num_experts: int, alignment: int):
-    T, K = ids_TK.shape
-    return (T * K + num_experts * (alignment - 1)) // alignment * alignment
+    return aligned_size(ids_TK.shape[0] * ids_TK.shape[1], num_experts, alignment)
+
+
+def aligned_size(rows, num_experts: int, alignment: int):
+    """The most rows that ``rows`` of so many experts can take; sizes do not depend on the routing."""
+    return (rows + num_experts * (alignment - 1)) // alignment * alignment
 
 
 def num_scales(H: int, quantise: str) -> int:
     return {"none": 0, "row": 1, "block": -(-H // BLOCK)}[quantise]
 
 
+def padded(counts_E: Tensor, alignment: int) -> Tensor:
+    """How many rows each expert has, with those that align it."""
+    return (counts_E + alignment - 1).div(alignment, rounding_mode="floor") * alignment
+
+
 def starts(counts_E: Tensor, alignment: int) -> Tensor:
     """Where each expert's rows begin."""
-    padded_E = (counts_E + alignment - 1).div(alignment, rounding_mode="floor") * alignment
+    padded_E = padded(counts_E, alignment)
     return padded_E.cumsum(0) - padded_E
 
 

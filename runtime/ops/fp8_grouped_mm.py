@@ -1,0 +1,105 @@
+"""``moec::fp8_grouped_mm``: one FP8 product per expert over consecutive segments of rows.
+
+Legend: N rows, E experts, K and M in and out features; q and s are what ``moec::quantise`` gives.
+
+``fp8_grouped_mm(x, w, counts_E, x_q, x_s, w_q, w_s, x_qT, x_sT, w_qT, w_sT, grad_amax, recipe, shared) -> (y, tap, tap_T)``
+
+* As ``moec::fp8_linear``, with carriers x [N, K] and w [E, K, M], quantised as ``rows`` (with ``counts_E``) and ``stack``.
+* Expert e's ``counts_E[e]`` rows begin at a multiple of the recipe's alignment (MoecError where they cannot); rows of none
+  give zeros.  So a tile of 128 or 32 rows never holds rows of two experts, and kernels need no masks.
+
+The products by themselves: ``fp8_grouped_product(a_q [N, ·], a_s, b_q [E, K, M], b_s, counts_E, recipe, a_role, b_transposed,
+dtype)``: a·b, transposed a·bᵀ; ``fp8_grouped_wgrad(x_qT [N, K], x_sT, g_qT [N, M], g_sT, counts_E, recipe, dtype) ->
+[E, M, K]``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import MoecError
+from ..fp8 import Recipe
+from .align_rows import padded, real_rows
+from .fp8_linear import quantised_grad, taps
+from .grouped_mm import grouped_mm, grouped_mm_wgrad
+from .quantise import DEVICES, values
+from .rows import accumulator
+
+
+@torch.library.custom_op("moec::fp8_grouped_product", mutates_args=(), device_types=DEVICES)
+def fp8_grouped_product(
+    a_q: Tensor, a_s: Tensor, b_q: Tensor, b_s: Tensor, counts_E: Tensor, recipe: str, a_role: str, b_transposed: bool,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    found, wide = Recipe.parse(recipe), accumulator(dtype)
+    real_rows(counts_E, a_q.shape[0], found.alignment, "fp8_grouped_mm")
+    b = values(b_q, b_s, found, "stack", b_transposed, wide)
+    a = values(a_q, a_s, found, a_role, False, wide)
+    return grouped_mm(a, b.transpose(1, 2) if b_transposed else b, padded(counts_E, found.alignment)).to(dtype)
+
+
+@fp8_grouped_product.register_fake
+def _(a_q, a_s, b_q, b_s, counts_E, recipe, a_role, b_transposed, dtype):
+    return a_q.new_empty((a_q.shape[0], b_q.shape[1 if b_transposed else 2]), dtype=dtype)
+
+
+@torch.library.custom_op("moec::fp8_grouped_wgrad", mutates_args=(), device_types=DEVICES)
+def fp8_grouped_wgrad(
+    x_qT: Tensor, x_sT: Tensor, g_qT: Tensor, g_sT: Tensor, counts_E: Tensor, recipe: str, dtype: torch.dtype
+) -> Tensor:
+    found, wide = Recipe.parse(recipe), accumulator(dtype)
+    real_rows(counts_E, x_qT.shape[0], found.alignment, "fp8_grouped_mm")
+    g_NM, x_NK = values(g_qT, g_sT, found, "grad", True, wide), values(x_qT, x_sT, found, "rows", True, wide)
+    return grouped_mm_wgrad(g_NM, x_NK, padded(counts_E, found.alignment)).to(dtype)
+
+
+@fp8_grouped_wgrad.register_fake
+def _(x_qT, x_sT, g_qT, g_sT, counts_E, recipe, dtype):
+    return x_qT.new_empty((counts_E.shape[0], g_qT.shape[1], x_qT.shape[1]), dtype=dtype)
+
+
+@torch.library.custom_op("moec::fp8_grouped_mm", mutates_args=(), device_types=DEVICES)
+def fp8_grouped_mm(
+    x: Tensor, w: Tensor, counts_E: Tensor, x_q: Tensor, x_s: Tensor, w_q: Tensor, w_s: Tensor, x_qT: Tensor,
+    x_sT: Tensor, w_qT: Tensor, w_sT: Tensor, grad_amax: Tensor | None, recipe: str, shared: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if x_q.shape != x.shape or w_q.shape != w.shape or (counts_E.shape[0], x.shape[1]) != tuple(w.shape[:2]):
+        raise MoecError(
+            f"x {tuple(x.shape)} quantised {tuple(x_q.shape)}, w {tuple(w.shape)} quantised {tuple(w_q.shape)} and counts "
+            f"{tuple(counts_E.shape)} do not fit",
+            where="moec::fp8_grouped_mm",
+        )
+    y = fp8_grouped_product(x_q, x_s, w_q, w_s, counts_E, recipe, "rows", False, x.dtype)
+    return y, *taps(y, recipe, shared)
+
+
+@fp8_grouped_mm.register_fake
+def _(x, w, counts_E, x_q, x_s, w_q, w_s, x_qT, x_sT, w_qT, w_sT, grad_amax, recipe, shared):
+    y = x.new_empty((x.shape[0], w.shape[2]))
+    return y, *taps(y, recipe, shared)
+
+
+def _setup(ctx, inputs, output) -> None:
+    x, w, counts_E, *quantised, grad_amax, ctx.recipe, ctx.shared = inputs
+    ctx.save_for_backward(counts_E, *quantised[4:], grad_amax)
+    ctx.dtypes = x.dtype, w.dtype
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, g, *reduced):
+    nothing = (None,) * 12
+    if g is None:
+        return None, None, *nothing
+    counts_E, x_qT, x_sT, w_qT, w_sT, grad_amax = ctx.saved_tensors
+    need_x, need_w, *_ = ctx.needs_input_grad
+    g_q, g_s, g_qT, g_sT = quantised_grad(g, reduced, grad_amax, counts_E, ctx.recipe, ctx.shared, need_w)
+    dx = dw = None
+    if need_x:
+        dx = fp8_grouped_product(g_q, g_s, w_qT, w_sT, counts_E, ctx.recipe, "grad", True, ctx.dtypes[0])
+    if need_w:  # in the layout that weights are stored in: [E, M, K]
+        dw = fp8_grouped_wgrad(x_qT, x_sT, g_qT, g_sT, counts_E, ctx.recipe, ctx.dtypes[1]).transpose(1, 2)
+    return dx, dw, *nothing
+
+
+fp8_grouped_mm.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,120 @@
+"""``moec::fp8_linear``: a product with a weight in FP8, and so both products of its derivative.
+
+Legend: N rows (all leading dims as one), K in and M out features; q and s are what ``moec::quantise`` gives.
+
+``fp8_linear(x, w, x_q, x_s, w_q, w_s, x_qT, x_sT, w_qT, w_sT, grad_amax, recipe, shared) -> (y, tap, tap_T)``
+
+* x [..., K] and w [M, K] are carriers: what counts of them is shape and dtype, and that gradients go to them.
+* y [..., M] in x's dtype: products of q · s, added up in fp32 (fp64 where x is).
+* Backward: the gradient g [..., M] is quantised, for dx along M, for dw along N; dx = g · w with ``w_qT``, dw = gᵀ · x with
+  ``x_qT``: three products in FP8.  ``grad_amax``: the largest magnitude that g's scale is made from (past steps').
+* ``shared``: ranks share g, so the largest magnitudes are found over all of them: what arrives as the *gradients* of
+  ``tap`` and ``tap_T`` are these (``moec::grad_amax`` states them).  Without it the taps are empty.
+
+The products by themselves, for a backward to be scheduled: ``fp8_mm(a_q [..., K], a_s, b_q, b_s, recipe, a_role,
+b_transposed, dtype)``, b [M, K], or transposed [K, M] as dw's is; ``fp8_wgrad(g_qT [N, M], g_sT, x_qT [N, K], x_sT, recipe,
+dtype) -> [M, K]``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import MoecError
+from ..fp8 import Recipe
+from .quantise import DEVICES, quantise, scale_shape, values
+from .rows import accumulator
+
+
+@torch.library.custom_op("moec::fp8_mm", mutates_args=(), device_types=DEVICES)
+def fp8_mm(
+    a_q: Tensor, a_s: Tensor, b_q: Tensor, b_s: Tensor, recipe: str, a_role: str, b_transposed: bool, dtype: torch.dtype
+) -> Tensor:
+    found, wide = Recipe.parse(recipe), accumulator(dtype)
+    a = values(a_q, a_s, found, a_role, False, wide)
+    b = values(b_q, b_s, found, "weight", b_transposed, wide)
+    return torch.matmul(a, b if b_transposed else b.t()).to(dtype)
+
+
+@fp8_mm.register_fake
+def _(a_q, a_s, b_q, b_s, recipe, a_role, b_transposed, dtype):
+    return a_q.new_empty((*a_q.shape[:-1], b_q.shape[1 if b_transposed else 0]), dtype=dtype)
+
+
+@torch.library.custom_op("moec::fp8_wgrad", mutates_args=(), device_types=DEVICES)
+def fp8_wgrad(g_qT: Tensor, g_sT: Tensor, x_qT: Tensor, x_sT: Tensor, recipe: str, dtype: torch.dtype) -> Tensor:
+    found, wide = Recipe.parse(recipe), accumulator(dtype)
+    g_NM = values(g_qT, g_sT, found, "grad", True, wide)
+    return torch.mm(g_NM.t(), values(x_qT, x_sT, found, "rows", True, wide)).to(dtype)
+
+
+@fp8_wgrad.register_fake
+def _(g_qT, g_sT, x_qT, x_sT, recipe, dtype):
+    return g_qT.new_empty((g_qT.shape[1], x_qT.shape[1]), dtype=dtype)
+
+
+@torch.library.custom_op("moec::fp8_linear", mutates_args=(), device_types=DEVICES)
+def fp8_linear(
+    x: Tensor, w: Tensor, x_q: Tensor, x_s: Tensor, w_q: Tensor, w_s: Tensor, x_qT: Tensor, x_sT: Tensor, w_qT: Tensor,
+    w_sT: Tensor, grad_amax: Tensor | None, recipe: str, shared: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if x_q.shape != x.shape or w_q.shape != w.shape or x.shape[-1] != w.shape[-1]:
+        raise MoecError(
+            f"x {tuple(x.shape)} quantised {tuple(x_q.shape)}, w {tuple(w.shape)} quantised {tuple(w_q.shape)} do not fit",
+            where="moec::fp8_linear",
+        )
+    y = fp8_mm(x_q, x_s, w_q, w_s, recipe, "rows", False, x.dtype)
+    return y, *taps(y, recipe, shared)
+
+
+@fp8_linear.register_fake
+def _(x, w, x_q, x_s, w_q, w_s, x_qT, x_sT, w_qT, w_sT, grad_amax, recipe, shared):
+    y = x.new_empty((*x.shape[:-1], w.shape[0]))
+    return y, *taps(y, recipe, shared)
+
+
+def taps(y: Tensor, recipe: str, shared: bool) -> list[Tensor]:
+    """fp32 zeros, each as the largest magnitudes of y's gradient that scales are made from; empty if not ``shared``."""
+    found = Recipe.parse(recipe)
+    shapes = [scale_shape(y, found, "grad", t) if shared and (not t or found.shared == "vector") else [0] for t in (0, 1)]
+    return [y.new_zeros(shape, dtype=torch.float32) for shape in shapes]
+
+
+def _setup(ctx, inputs, output) -> None:
+    x, w, *quantised, grad_amax, ctx.recipe, ctx.shared = inputs
+    ctx.save_for_backward(*quantised[4:], grad_amax)
+    ctx.dtypes = x.dtype, w.dtype
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, g, *reduced):
+    nothing = (None,) * 11
+    if g is None:
+        return None, None, *nothing
+    x_qT, x_sT, w_qT, w_sT, grad_amax = ctx.saved_tensors
+    need_x, need_w, *_ = ctx.needs_input_grad
+    g_q, g_s, g_qT, g_sT = quantised_grad(g, reduced, grad_amax, None, ctx.recipe, ctx.shared, need_w)
+    dx = fp8_mm(g_q, g_s, w_qT, w_sT, ctx.recipe, "grad", True, ctx.dtypes[0]) if need_x else None
+    dw = fp8_wgrad(g_qT, g_sT, x_qT, x_sT, ctx.recipe, ctx.dtypes[1]) if need_w else None
+    return dx, dw, *nothing
+
+
+def quantised_grad(
+    g: Tensor, reduced: tuple[Tensor | None, ...], grad_amax: Tensor | None, counts_E: Tensor | None, recipe: str,
+    shared: bool, both: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The gradient for both products, from the largest magnitudes that the taps or past steps have."""
+    amax = amax_T = grad_amax
+    if shared and grad_amax is None:
+        amax, amax_T = reduced
+        if amax is None:
+            raise MoecError(
+                "the largest magnitudes of a gradient that ranks share did not arrive", where="moec::fp8_linear",
+                way_out="moec::grad_amax behind the product, with its taps",
+            )  # fmt: skip
+        amax_T = amax if Recipe.parse(recipe).shared == "tensor" else amax_T
+    return quantise(g, amax, amax_T, counts_E, recipe, "grad", both)[1:]
+
+
+fp8_linear.register_autograd(_backward, setup_context=_setup)
