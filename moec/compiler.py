@@ -26,6 +26,7 @@ from moec.module import ParallelModule
 from moec.own_plan import own_plan
 from moec.passes import manager
 from moec.passes.bundle import bundle
+from moec.passes.cast_fp8 import cast_fp8
 from moec.passes.causal_attention import causal_attention
 from moec.passes.chunk_experts import chunk_experts
 from moec.passes.configure_router import configure_router
@@ -61,7 +62,8 @@ __all__ = [
 
 PIPELINE: tuple[Pass, ...] = (
     normalize, causal_attention, raise_moe, raise_router, configure_router, statistics, shard, redundant, bundle, fsdp,
-    units, chunk_experts, use_transformer_engine, fuse_router, fuse_experts, fuse_permute, fuse_cross_entropy, lower,
+    units, chunk_experts, cast_fp8, use_transformer_engine, fuse_router, fuse_experts, fuse_permute,
+    fuse_cross_entropy, lower,
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ kind                  forward value                          its gradient
 ``S(d)`` sharded      this rank's part of dim d              this rank's part
 ``V`` ragged          rows dealt out by the routing (dim 0)  this rank's rows
 ``P`` partial         a pending sum                          same on all ranks
+``M`` largest         a pending maximum (of FP8 scales)      a pending maximum
 ====================  =====================================  ==========================
 
 ``S(d, parts=p)``: dim d is p equal blocks laid side by side (a packed gate_up), and *each* block is sharded; the local
@@ -55,6 +56,7 @@ class Type:
 I = Type("I")  # noqa: E741  the published name of the type
 R = Type("R")
 P = Type("P")
+M = Type("M")
 V = Type("V", 0)
 
 

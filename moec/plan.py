@@ -301,7 +301,8 @@ class Plan:
                 f"router.capacity_factor={capacity} drops tokens, and dispatch='alltoall' is for "
                 "dropless routing; leave the choice to dispatch='auto'"
             )
-        if isinstance(self.precision, Precision) and self.precision != Precision():
+        built = {"fp8": self.precision.fp8, "exclude": self.precision.exclude} if self.precision else {}
+        if self.precision and (self.precision != Precision(**built) or self.precision.fp8 == "delayed"):
             problems.append(f"precision={self.precision.to_dict()} is not built yet")
         if isinstance(self.layout, Mapping):
             problems += [

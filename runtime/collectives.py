@@ -3,10 +3,10 @@
 ``TABLE`` is the single source: the ops (``ops/convert.py``, ``ops/exchange.py``) take their forward and their
 registered backward from it, and so does the lockstep world (``world.py``).  The types I, R, S, V and P are those of the
 type system: I is the same on all ranks, R the same with a gradient that is a pending sum, S sharded on a dim,
-V ragged rows, P a pending sum.
+V ragged rows, P a pending sum; M a pending maximum (of scales, and of scales of gradients).
 
 The dual of ``A -> B`` goes from the type of B's gradient to the type of A's.  Gradients have the types
-I: I,  R: P,  P: R,  S: S,  V: V.
+I: I,  R: P,  P: R,  S: S,  V: V,  M: M.
 
 An op that communicates is a *start* op: it launches the work and its result may be read only after the wait node
 ``torch.ops._c10d_functional.wait_tensor.default``.  The others (identity, slice, zero_pad) have no wait.
@@ -21,7 +21,7 @@ import torch
 
 from .torch_compat import WAIT, OpOverload
 
-GRADIENT_TYPE = {"I": "I", "R": "P", "P": "R", "S": "S", "V": "V"}
+GRADIENT_TYPE = {"I": "I", "R": "P", "P": "R", "S": "S", "V": "V", "M": "M"}
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ PRIMITIVES: dict[str, int | None] = {
     "slice": None,
     "zero_pad": None,
     "all_reduce": 2,
+    "all_reduce_max": 2,
     "all_gather": 1,
     "reduce_scatter": 1,
     "all_to_all": 1,
@@ -83,6 +84,8 @@ TABLE: dict[str, Collective] = {
         Collective("r_to_s", "R", "S", "slice", "s_to_p"),
         Collective("s_to_p", "S", "P", "zero_pad", "r_to_s"),
         Collective("s_to_s", "S", "S", "all_to_all", "s_to_s"),
+        Collective("m_to_i", "M", "I", "all_reduce_max", "i_to_m"),
+        Collective("i_to_m", "I", "M", "identity", "m_to_i"),
         Collective("all_to_all", "V", "V", "exchange", "all_to_all_rows"),
         Collective("all_to_all_rows", "V", "V", "exchange", "all_to_all_rows"),
         Collective("all_to_all_equal", "V", "V", "equal", "all_to_all_equal"),
@@ -92,8 +95,11 @@ TABLE: dict[str, Collective] = {
 COLLECTIVES = TABLE
 """The registry that passes read (bytes, waits, groups); the same object as ``TABLE``."""
 
-CONVERSIONS = tuple(k for k, c in TABLE.items() if c.primitive not in ("exchange", "equal", "counts"))
-"""Kinds ``(x, dim, [to_dim,] size, group)``; the rest have signatures of their own."""
+MAXIMA = ("m_to_i", "i_to_m")
+"""Of magnitudes, not of values: forward or backward the largest of the ranks' numbers (FP8 scales)."""
+
+CONVERSIONS = tuple(k for k, c in TABLE.items() if c.primitive not in ("exchange", "equal", "counts") and k not in MAXIMA)
+"""Kinds ``(x, dim, [to_dim,] size, group)``, like ``MAXIMA``; the rest have signatures of their own."""
 
 
 def collective(target: Any) -> Collective | None:

@@ -26,6 +26,11 @@ def all_reduce(xs: Tensors, dim: int, to_dim: int) -> list[Tensor]:
     return [total.clone() for _ in xs]
 
 
+def all_reduce_max(xs: Tensors, dim: int, to_dim: int) -> list[Tensor]:
+    most = torch.stack(list(xs)).amax(0)
+    return [most.clone() for _ in xs]
+
+
 def all_gather(xs: Tensors, dim: int, to_dim: int) -> list[Tensor]:
     whole = torch.cat(list(xs), dim)
     return [whole.clone() for _ in xs]
@@ -72,6 +77,7 @@ def counts(xs: Tensors) -> list[Tensor]:
 CONVERT: dict[str, Callable[[Tensors, int, int], list[Tensor]]] = {
     "identity": identity,
     "all_reduce": all_reduce,
+    "all_reduce_max": all_reduce_max,
     "all_gather": all_gather,
     "reduce_scatter": reduce_scatter,
     "slice": slice_,
@@ -93,7 +99,8 @@ def sent(primitive: str, x: Tensor, size: int, rows: Sequence[int] | None = None
     straight to the rank that needs it.  ``rows``: of an uneven exchange."""
     if rows is not None:
         return [n * (x.nbytes // len(x) if len(x) else 0) for n in rows]
-    whole = {"all_gather": x.nbytes, "all_reduce": 2 * x.nbytes // size}
+    whole = {"all_gather": x.nbytes, "all_reduce": 2 * x.nbytes // size,
+             "all_reduce_max": 2 * x.nbytes // size}
     part = dict.fromkeys(("reduce_scatter", "all_to_all", "equal", "counts"), x.nbytes // size)
     return [(whole | part).get(primitive, 0)] * size
 

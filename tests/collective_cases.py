@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 import moec.runtime  # noqa: F401  registers the ops
-from moec.runtime.collectives import CONVERSIONS, TABLE
+from moec.runtime.collectives import CONVERSIONS, MAXIMA, TABLE
 from moec.runtime.mesh import Mesh
 from moec.runtime.torch_compat import WAIT
 
@@ -57,10 +57,11 @@ def dims_of(kind: str) -> list[tuple[int, ...]]:
 
 
 def cases() -> list[Case]:
-    out = [Case(kind, key, dims, torch.float64) for kind in CONVERSIONS for key in KEYS for dims in dims_of(kind)]
+    kinds = (*CONVERSIONS, *MAXIMA)
+    out = [Case(kind, key, dims, torch.float64) for kind in kinds for key in KEYS for dims in dims_of(kind)]
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
-        out += [Case(kind, KEYS[2], dims_of(kind)[-1], dtype) for kind in CONVERSIONS]
-    out += [Case(kind, KEYS[0], dims_of(kind)[0], torch.float32, (0, 0, 3)) for kind in CONVERSIONS]
+        out += [Case(kind, KEYS[2], dims_of(kind)[-1], dtype) for kind in kinds]
+    out += [Case(kind, KEYS[0], dims_of(kind)[0], torch.float32, (0, 0, 3)) for kind in kinds]
     return out
 
 

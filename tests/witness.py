@@ -291,6 +291,8 @@ def axes_of(mesh: Mesh) -> dict[str, Axis]:
 def same(x: Tensor, kind: str, dim: int, t: Type) -> bool:
     if t.kind == "V" and not x.is_floating_point():
         return kind in "SP"  # counts: here it is said whether of all experts (a pending sum) or of those that live here
+    if t.kind == "M":
+        return kind == "V"
     if kind == "S":
         return dim == 0 if t.kind == "V" else t.kind == "S" and t.dim == dim
     return kind == t.kind or (not x.requires_grad and kind in "IR" and t.kind in "IR")

@@ -18,7 +18,7 @@ from moec.runtime.collectives import Collective, collective, group_of
 Axis = spmd.MeshAxis
 OWNERS = ("owner_n", "owner")
 """Whose rows they are: of which node, and of which rank inside it (see ``witness.py``)."""
-LOCAL = {"I": spmd.I, "R": spmd.R, "P": spmd.P, "S": spmd.V, "V": spmd.V}
+LOCAL = {"I": spmd.I, "R": spmd.R, "P": spmd.P, "S": spmd.V, "V": spmd.V, "M": spmd.V}
 
 
 def spec_of(dims: list[list[Axis]]) -> spmd.PartitionSpec | None:
@@ -40,6 +40,8 @@ def derived(x: Tensor, axis: Axis) -> tuple[str, int]:
 
 def _convert(w, node: fx.Node, entry: Collective, x: Tensor, dim: int, *rest) -> Tensor:
     """One transition an axis: shards are added major to minor and removed minor to major."""
+    if "M" in (entry.source, entry.dest):
+        return _maximum(w, node, entry, x, dim, *rest)
     to_dim = rest[0] if entry.kind == "s_to_s" else dim
     size, names = rest[-2], group_of(node).split(",")
     with spmd.no_typecheck():
@@ -59,6 +61,24 @@ def _convert(w, node: fx.Node, entry: Collective, x: Tensor, dim: int, *rest) ->
     return y
 
 
+def _maximum(w, node: fx.Node, entry: Collective, x: Tensor, dim: int, *rest) -> Tensor:
+    """Magnitudes of each rank's part of a tile become those of all, or back: no values, and no sums."""
+    local = dict(spmd.get_local_type(x))
+    for a in (w.axes[name] for name in group_of(node).split(",")):
+        if entry.source == "M" and derived(x, a) != ("V", -1):
+            raise spmd.SpmdTypeError(f"{derived(x, a)} on {a} is no pending maximum")
+        if entry.source == "I" and local[a] not in (spmd.I, spmd.R):
+            raise spmd.SpmdTypeError(f"{derived(x, a)} on {a} is not the same everywhere")
+        local[a] = spmd.V if entry.dest == "M" else spmd.I if x.requires_grad else spmd.R
+    typed = rules.NdimWithSpmdType(x.ndim)
+    rules.ignore(x)
+    spmd.assert_type(typed, local, partition_spec=spec_of(w.dims(x)))
+    with spmd.no_typecheck():
+        y = x.clone()
+    rules.output(y, typed)
+    return y
+
+
 def _handed_over(w, x: Tensor, dim: int, to_dim: int, names: list[str]) -> rules.NdimWithSpmdType:
     """The axes that cut a dim last, in their order, cut another one instead."""
     dims, axes = w.dims(x), [w.axes[a] for a in names]
@@ -71,7 +91,7 @@ def _handed_over(w, x: Tensor, dim: int, to_dim: int, names: list[str]) -> rules
 
 TRANSITIONS = {
     "identity": rules.convert, "slice": rules.convert, "zero_pad": rules.convert, "all_reduce": rules.all_reduce,
-    "all_gather": rules.all_gather, "reduce_scatter": rules.reduce_scatter, "all_to_all": rules.all_to_all,
+    "all_reduce_max": _maximum, "all_gather": rules.all_gather, "reduce_scatter": rules.reduce_scatter, "all_to_all": rules.all_to_all,
 }  # fmt: skip
 MOVES: dict[str, Callable] = {
     "identity": lambda x, d, t, n: x.clone(),

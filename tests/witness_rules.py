@@ -14,6 +14,7 @@ from typing import Any
 import spmd_types as spmd
 from spmd_types import rules
 from torch import Tensor
+from witness_fp8 import FP8
 from witness_moves import OWNERS, Axis, derived, pack, spec_of, unpack
 
 # -- moec's ops ------------------------------------------------------------------------------------------------------
@@ -223,7 +224,7 @@ MOEC: dict[str, Callable] = {
     "moec.route_counted": _route_counted, "moec.unpermute_add": _unpermute_add,
     "moec.permute_aligned": _permute_aligned,
     "moec.logsumexp_pick": _logsumexp_pick, "moec.cross_entropy": _cross_entropy,
-    "moec.pack": pack, "moec.unpack": unpack,
+    "moec.pack": pack, "moec.unpack": unpack, **FP8,
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ A fused op is typed as what it fuses: permute, products, biases, body and unperm
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import fx
 
@@ -43,6 +43,12 @@ def derive_dialect(program: Program, node: fx.Node, types: Mapping[fx.Node, Type
         for r, t in zip(results, found, strict=True):
             r[axis.name] = t
     return results if isinstance(node.meta["val"], (tuple, list)) else results[0]
+
+
+def product_type(program: Program) -> Callable[[fx.Node, str, Type, Type], Type]:
+    """Of a grouped product on an axis: of the types of rows and weights."""
+    axes = {axis.name: axis for axis in program.mesh.axes}
+    return lambda node, axis, x, w: _OnAxis(node, axes[axis]).product(x, w)
 
 
 class _OnAxis:

@@ -17,10 +17,11 @@ from moec.passes.shard.rule import differentiable, is_getitem, operands
 from moec.passes.shard.rules import is_creation, rule_for
 from moec.passes.shard.solve import Operand, solve
 from moec.passes.units import packed_types
-from moec.passes.verify.dialect import derive_dialect, meaning
+from moec.passes.verify.dialect import derive_dialect, meaning, product_type
+from moec.passes.verify.fp8 import FP8, derive_fp8
 from moec.placement import I, R, S, Type, Types, V, show
 from moec.program import Program, op_name
-from moec.runtime.collectives import CONVERSIONS, collective, group_of, is_wait
+from moec.runtime.collectives import CONVERSIONS, MAXIMA, collective, group_of, is_wait
 from moec.runtime.errors import MoecError
 
 BY_THE_TABLE = {
@@ -72,7 +73,7 @@ def derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
     if is_wait(node.target):
         return derived[node.args[0]]
     entry, name = collective(node.target), meaning(node)
-    if entry is not None and entry.kind in CONVERSIONS:
+    if entry is not None and entry.kind in (*CONVERSIONS, *MAXIMA):
         return _convert(program, node, derived[node.args[0]], entry)
     ops = operands(node)
     types = [derived[o] if o.meta["grad"] else _neutral(derived[o]) for o in ops]
@@ -82,6 +83,8 @@ def derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
         return _unpack(node, derived)
     if name in ("moec.split_tokens", "moec.join_tokens"):
         return _chunks(node, name, types)
+    if name in FP8:
+        return derive_fp8(program, node, dict(zip(ops, types, strict=True)), product_type(program))
     if entry is not None or (name.startswith("moec.") and name not in BY_THE_TABLE):
         return derive_dialect(program, node, dict(zip(ops, types, strict=True)))
     if (

@@ -1,4 +1,4 @@
-"""Typed conversions: one op ``moec::<kind>(x, dim, size, group)`` for every kind of ``collectives.CONVERSIONS``.
+"""Typed conversions: one op ``moec::<kind>(x, dim, size, group)`` for every kind of ``collectives.CONVERSIONS`` and ``MAXIMA``.
 
 ``s_to_s`` has one dim more: ``moec::s_to_s(x, dim, to_dim, size, group)`` gathers ``dim`` and scatters ``to_dim``.
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives import CONVERSIONS, TABLE
+from ..collectives import CONVERSIONS, MAXIMA, TABLE
 from ..errors import MoecError
 from ..torch_compat import all_gather_flat, on_wait, process_group, reduce_scatter_flat, wait
 
@@ -64,6 +64,12 @@ def _all_reduce(x: Tensor, dim: int, to_dim: int, size: int, kind: str, pg: dist
     return out
 
 
+def _all_reduce_max(x: Tensor, dim: int, to_dim: int, size: int, kind: str, pg: dist.ProcessGroup) -> Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    on_wait(out, dist.all_reduce(out.data, dist.ReduceOp.MAX, group=pg, async_op=True))
+    return out
+
+
 def _all_gather(x: Tensor, dim: int, to_dim: int, size: int, kind: str, pg: dist.ProcessGroup) -> Tensor:
     out, flat = _dim_outermost(x, _gathered(x, dim, size), dim)
     on_wait(out, all_gather_flat(flat, x.movedim(dim, 0).contiguous(), group=pg, async_op=True))
@@ -88,6 +94,7 @@ _RUN = {
     "slice": _slice,
     "zero_pad": _zero_pad,
     "all_reduce": _all_reduce,
+    "all_reduce_max": _all_reduce_max,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
@@ -130,7 +137,7 @@ def _fake(primitive: str, x: Tensor, dim: int, to_dim: int, size: int, kind: str
     match primitive:
         case "identity":
             return torch.empty_like(x)
-        case "all_reduce":
+        case "all_reduce" | "all_reduce_max":
             return x.new_empty(x.shape)
         case "slice":
             return x.new_empty(_scattered(x, dim, size, kind))
@@ -191,4 +198,4 @@ def _define(kind: str) -> Callable:
     return op
 
 
-OPS = {kind: _define(kind) for kind in CONVERSIONS}
+OPS = {kind: _define(kind) for kind in (*CONVERSIONS, *MAXIMA)}

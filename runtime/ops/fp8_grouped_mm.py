@@ -8,9 +8,8 @@ Legend: N rows, E experts, K and M in and out features; q and s are what ``moec:
 * Expert e's ``counts_E[e]`` rows begin at a multiple of the recipe's alignment (MoecError where they cannot); rows of none
   give zeros.  So a tile of 128 or 32 rows never holds rows of two experts, and kernels need no masks.
 
-The products by themselves: ``fp8_grouped_product(a_q [N, ·], a_s, b_q [E, K, M], b_s, counts_E, recipe, a_role, b_transposed,
-dtype)``: a·b, transposed a·bᵀ; ``fp8_grouped_wgrad(x_qT [N, K], x_sT, g_qT [N, M], g_sT, counts_E, recipe, dtype) ->
-[E, M, K]``.
+Its backward's products: ``fp8_grouped_dgrad(g_q [N, M], g_s, w_qT [E, K, M], w_sT, counts_E, recipe, dtype) -> [N, K]`` and
+``fp8_grouped_wgrad(x_qT [N, K], x_sT, g_qT [N, M], g_sT, counts_E, recipe, dtype) -> [E, M, K]``.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from .quantise import DEVICES, values
 from .rows import accumulator
 
 
-@torch.library.custom_op("moec::fp8_grouped_product", mutates_args=(), device_types=DEVICES)
-def fp8_grouped_product(
+def _product(
     a_q: Tensor, a_s: Tensor, b_q: Tensor, b_s: Tensor, counts_E: Tensor, recipe: str, a_role: str, b_transposed: bool,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
+    """a · b of every expert, or a · bᵀ."""
     found, wide = Recipe.parse(recipe), accumulator(dtype)
     real_rows(counts_E, a_q.shape[0], found.alignment, "fp8_grouped_mm")
     b = values(b_q, b_s, found, "stack", b_transposed, wide)
@@ -39,9 +38,16 @@ def fp8_grouped_product(
     return grouped_mm(a, b.transpose(1, 2) if b_transposed else b, padded(counts_E, found.alignment)).to(dtype)
 
 
-@fp8_grouped_product.register_fake
-def _(a_q, a_s, b_q, b_s, counts_E, recipe, a_role, b_transposed, dtype):
-    return a_q.new_empty((a_q.shape[0], b_q.shape[1 if b_transposed else 2]), dtype=dtype)
+@torch.library.custom_op("moec::fp8_grouped_dgrad", mutates_args=(), device_types=DEVICES)
+def fp8_grouped_dgrad(
+    g_q: Tensor, g_s: Tensor, w_qT: Tensor, w_sT: Tensor, counts_E: Tensor, recipe: str, dtype: torch.dtype
+) -> Tensor:
+    return _product(g_q, g_s, w_qT, w_sT, counts_E, recipe, "grad", True, dtype)
+
+
+@fp8_grouped_dgrad.register_fake
+def _(g_q, g_s, w_qT, w_sT, counts_E, recipe, dtype):
+    return g_q.new_empty((g_q.shape[0], w_qT.shape[1]), dtype=dtype)
 
 
 @torch.library.custom_op("moec::fp8_grouped_wgrad", mutates_args=(), device_types=DEVICES)
@@ -70,7 +76,7 @@ def fp8_grouped_mm(
             f"{tuple(counts_E.shape)} do not fit",
             where="moec::fp8_grouped_mm",
         )
-    y = fp8_grouped_product(x_q, x_s, w_q, w_s, counts_E, recipe, "rows", False, x.dtype)
+    y = _product(x_q, x_s, w_q, w_s, counts_E, recipe, "rows", False, x.dtype)
     return y, *taps(y, recipe, shared)
 
 
@@ -96,7 +102,7 @@ def _backward(ctx, g, *reduced):
     g_q, g_s, g_qT, g_sT = quantised_grad(g, reduced, grad_amax, counts_E, ctx.recipe, ctx.shared, need_w)
     dx = dw = None
     if need_x:
-        dx = fp8_grouped_product(g_q, g_s, w_qT, w_sT, counts_E, ctx.recipe, "grad", True, ctx.dtypes[0])
+        dx = fp8_grouped_dgrad(g_q, g_s, w_qT, w_sT, counts_E, ctx.recipe, ctx.dtypes[0])
     if need_w:  # in the layout that weights are stored in: [E, M, K]
         dw = fp8_grouped_wgrad(x_qT, x_sT, g_qT, g_sT, counts_E, ctx.recipe, ctx.dtypes[1]).transpose(1, 2)
     return dx, dw, *nothing

@@ -11,9 +11,8 @@ Legend: N rows (all leading dims as one), K in and M out features; q and s are w
 * ``shared``: ranks share g, so the largest magnitudes are found over all of them: what arrives as the *gradients* of
   ``tap`` and ``tap_T`` are these (``moec::grad_amax`` states them).  Without it the taps are empty.
 
-The products by themselves, for a backward to be scheduled: ``fp8_mm(a_q [..., K], a_s, b_q, b_s, recipe, a_role,
-b_transposed, dtype)``, b [M, K], or transposed [K, M] as dw's is; ``fp8_wgrad(g_qT [N, M], g_sT, x_qT [N, K], x_sT, recipe,
-dtype) -> [M, K]``.
+Its backward's products by themselves, for a schedule: ``fp8_dgrad(g_q [..., M], g_s, w_qT [M, K], w_sT, recipe, dtype) ->
+[..., K]`` and ``fp8_wgrad(g_qT [N, M], g_sT, x_qT [N, K], x_sT, recipe, dtype) -> [M, K]``.
 """
 
 from __future__ import annotations
@@ -27,19 +26,16 @@ from .quantise import DEVICES, quantise, scale_shape, values
 from .rows import accumulator
 
 
-@torch.library.custom_op("moec::fp8_mm", mutates_args=(), device_types=DEVICES)
-def fp8_mm(
-    a_q: Tensor, a_s: Tensor, b_q: Tensor, b_s: Tensor, recipe: str, a_role: str, b_transposed: bool, dtype: torch.dtype
-) -> Tensor:
+@torch.library.custom_op("moec::fp8_dgrad", mutates_args=(), device_types=DEVICES)
+def fp8_dgrad(g_q: Tensor, g_s: Tensor, w_qT: Tensor, w_sT: Tensor, recipe: str, dtype: torch.dtype) -> Tensor:
     found, wide = Recipe.parse(recipe), accumulator(dtype)
-    a = values(a_q, a_s, found, a_role, False, wide)
-    b = values(b_q, b_s, found, "weight", b_transposed, wide)
-    return torch.matmul(a, b if b_transposed else b.t()).to(dtype)
+    g, w_MK = values(g_q, g_s, found, "grad", False, wide), values(w_qT, w_sT, found, "weight", True, wide)
+    return torch.matmul(g, w_MK).to(dtype)
 
 
-@fp8_mm.register_fake
-def _(a_q, a_s, b_q, b_s, recipe, a_role, b_transposed, dtype):
-    return a_q.new_empty((*a_q.shape[:-1], b_q.shape[1 if b_transposed else 0]), dtype=dtype)
+@fp8_dgrad.register_fake
+def _(g_q, g_s, w_qT, w_sT, recipe, dtype):
+    return g_q.new_empty((*g_q.shape[:-1], w_qT.shape[1]), dtype=dtype)
 
 
 @torch.library.custom_op("moec::fp8_wgrad", mutates_args=(), device_types=DEVICES)
@@ -64,7 +60,9 @@ def fp8_linear(
             f"x {tuple(x.shape)} quantised {tuple(x_q.shape)}, w {tuple(w.shape)} quantised {tuple(w_q.shape)} do not fit",
             where="moec::fp8_linear",
         )
-    y = fp8_mm(x_q, x_s, w_q, w_s, recipe, "rows", False, x.dtype)
+    found, wide = Recipe.parse(recipe), accumulator(x.dtype)
+    values_x, values_w = values(x_q, x_s, found, "rows", False, wide), values(w_q, w_s, found, "weight", False, wide)
+    y = torch.matmul(values_x, values_w.t()).to(x.dtype)
     return y, *taps(y, recipe, shared)
 
 
@@ -95,7 +93,7 @@ def _backward(ctx, g, *reduced):
     x_qT, x_sT, w_qT, w_sT, grad_amax = ctx.saved_tensors
     need_x, need_w, *_ = ctx.needs_input_grad
     g_q, g_s, g_qT, g_sT = quantised_grad(g, reduced, grad_amax, None, ctx.recipe, ctx.shared, need_w)
-    dx = fp8_mm(g_q, g_s, w_qT, w_sT, ctx.recipe, "grad", True, ctx.dtypes[0]) if need_x else None
+    dx = fp8_dgrad(g_q, g_s, w_qT, w_sT, ctx.recipe, ctx.dtypes[0]) if need_x else None
     dw = fp8_wgrad(g_qT, g_sT, x_qT, x_sT, ctx.recipe, ctx.dtypes[1]) if need_w else None
     return dx, dw, *nothing
 

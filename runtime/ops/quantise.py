@@ -68,6 +68,18 @@ def _(x, counts_E, recipe, role, transposed):
     return x.new_empty(scale_shape(x, Recipe.parse(recipe), role, transposed), dtype=torch.float32)
 
 
+def _none(ctx, *grads):
+    return (None,) * ctx.arguments
+
+
+def _no_gradient(ctx, inputs, output) -> None:
+    ctx.arguments = len(inputs)
+    ctx.mark_non_differentiable(output)
+
+
+amax.register_autograd(_none, setup_context=_no_gradient)
+
+
 @torch.library.custom_op("moec::quantise", mutates_args=(), device_types=DEVICES)
 def quantise(
     x: Tensor, amax: Tensor | None, amax_T: Tensor | None, counts_E: Tensor | None, recipe: str, role: str, both: bool
@@ -148,3 +160,6 @@ def values(q: Tensor, scale: Tensor, recipe: Recipe, role: str, transposed: bool
 @dequantise.register_fake
 def _(q, scale, recipe, role, transposed, dtype):
     return q.new_empty(q.shape, dtype=dtype)
+
+
+dequantise.register_autograd(_none, setup_context=_no_gradient)
