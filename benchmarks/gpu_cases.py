@@ -145,8 +145,36 @@ def cases(tiny: bool) -> list[Case]:
         Case("take_rows", ("take_rows",), lambda a: ops.take_rows(a, T - 3), (x(T, H),)),
         Case("pack", ("pack", "unpack"), lambda a, b: ops.unpack(ops.pack([a, b], 2, [0, 1]) * 2, 2, [0, 1],
              [2, 4, 6, 2, 3, 8]), (x(4, 6), x(3, 8))),
+        Case("align_rows", ("align_rows", "unalign_rows"),
+             lambda a, c: (b := ops.align_rows(a, c, 16), ops.unalign_rows(b, c, 16, T * K)), (x(T * K, H), fewer)),
     ]  # fmt: skip
+    for recipe, alignment in (("current", 16), ("rowwise", 16), ("blockwise", 128), ("mxfp8", 32)):
+
+        def linear(a, w, recipe=recipe):
+            p, q = (ops.quantise(t, ops.amax(t.detach(), None, recipe, role, False) if whole(recipe) else None, None, None,
+                                 recipe, role, True) for t, role in ((a, "rows"), (w, "weight")))  # fmt: skip
+            y, *taps = ops.fp8_linear(p[0], q[0], *p[1:3], *q[1:3], *p[3:], *q[3:], None, recipe, whole(recipe))
+            values = ops.dequantise(p[1], p[2], recipe, "rows", False, torch.float32)
+            return (ops.grad_amax(y, *taps, None, recipe) if whole(recipe) else y), values
+
+        def product(a, w, c, recipe=recipe, alignment=alignment):
+            a = ops.align_rows(a, c, alignment)
+            p = ops.quantise(a, None, None, c, recipe, "rows", True)
+            q = ops.quantise(w.transpose(1, 2), None, None, None, recipe, "stack", True)
+            return ops.fp8_grouped_mm(p[0], q[0], c, *p[1:3], *q[1:3], *p[3:], *q[3:], None, recipe, False)[0]
+
+        found += [
+            Case(f"fp8_linear, {recipe}", ("quantise", "dequantise", "amax", "grad_amax", "fp8_linear", "fp8_wgrad",
+                 "fp8_dgrad"), linear, (x(T, H), small(I, H)), limit=0.01),
+            Case(f"fp8_grouped_mm, {recipe}", ("fp8_grouped_mm", "fp8_grouped_wgrad", "fp8_grouped_dgrad"), product,
+                 (x(T * K, H), small(E, I, H), fewer), limit=0.01),
+        ]  # fmt: skip
     return found
+
+
+def whole(recipe: str) -> bool:
+    """Do scales depend on whole dims?"""
+    return recipe in ("current", "rowwise")
 
 
 def outputs(case: Case, device: Any, dtype: torch.dtype, drawn: torch.dtype) -> list[Tensor]:

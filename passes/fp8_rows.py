@@ -59,8 +59,9 @@ class _Region:
         for node, made in self.of.items():  # 3
             if outside := [u for u in node.users if u not in self.of]:
                 self.leave(node, made, outside)
-        for node in reversed([n for n in self.program.graph.nodes if n in self.of and not n.users]):
-            self.program.graph.erase_node(node)
+        for node in reversed([n for n in self.program.graph.nodes if n in self.of]):
+            if not node.users:
+                self.program.graph.erase_node(node)
         permutes = dict.fromkeys(was.args[0] for was in self.numbers)
         for dead in [x for x in (*self.sources, *(u for p in permutes for u in p.users)) if not x.users]:
             if dead in self.program.graph.nodes:

@@ -58,7 +58,7 @@ class Which:
                 return f"it is the {pattern} product"
             if any(matches(pattern, name) for name in (spec.name, *spec.members, *spec.aliases)):
                 return f"{pattern!r} excludes it"
-        if node.args[0].meta["val"].ndim < 2:
+        if node.args[0].meta["val"].ndim < 2 or spec.shape[0] == 1:
             return "it is a product with one vector"
         types = node.meta.get("types") or {}
         pending = [a for a, t in types.items() if t == R and node.meta["grad"]]

@@ -31,7 +31,8 @@ def _tiles(w, x: Any, recipe: Recipe, role: str, transposed: bool) -> tuple[list
     if role in ("rows", "grad") and (transposed or recipe.shared == "tensor"):
         dims = [[a for d in dims[:-1] for a in d], dims[-1]]
     tile = recipe.tile(role, transposed)
-    shared = [a for i in (-2, -1) if tile[i] == 0 for a in dims[i]]
+    ours = {w.axes[name] for name in w.mesh.names}  # owners are no ranks
+    shared = [a for i in (-2, -1) if tile[i] == 0 for a in dims[i] if a in ours]
     return [*dims[:-2], *([] if tile[i] == 0 else dims[i] for i in (-2, -1))], shared
 
 
