@@ -151,8 +151,11 @@ def cases(tiny: bool) -> list[Case]:
     for recipe, alignment in (("current", 16), ("rowwise", 16), ("blockwise", 128), ("mxfp8", 32)):
 
         def linear(a, w, recipe=recipe):
-            p, q = (ops.quantise(t, ops.amax(t.detach(), None, recipe, role, False) if whole(recipe) else None, None, None,
-                                 recipe, role, True) for t, role in ((a, "rows"), (w, "weight")))  # fmt: skip
+            def quantised(t: Tensor, role: str) -> list[Tensor]:
+                amax = ops.amax(t.detach(), None, recipe, role, False) if whole(recipe) else None
+                return ops.quantise(t, amax, None, None, recipe, role, True)
+
+            p, q = quantised(a, "rows"), quantised(w, "weight")
             y, *taps = ops.fp8_linear(p[0], q[0], *p[1:3], *q[1:3], *p[3:], *q[3:], None, recipe, whole(recipe))
             values = ops.dequantise(p[1], p[2], recipe, "rows", False, torch.float32)
             return (ops.grad_amax(y, *taps, None, recipe) if whole(recipe) else y), values

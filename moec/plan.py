@@ -301,9 +301,9 @@ class Plan:
                 f"router.capacity_factor={capacity} drops tokens, and dispatch='alltoall' is for "
                 "dropless routing; leave the choice to dispatch='auto'"
             )
-        built = {"fp8": self.precision.fp8, "exclude": self.precision.exclude} if self.precision else {}
-        if self.precision and (self.precision != Precision(**built) or self.precision.fp8 == "delayed"):
-            problems.append(f"precision={self.precision.to_dict()} is not built yet")
+        p = self.precision
+        if p is not None and (p != Precision(fp8=p.fp8, exclude=p.exclude) or p.fp8 == "delayed"):
+            problems.append(f"precision={p.to_dict()} is not built yet")
         if isinstance(self.layout, Mapping):
             problems += [
                 f"layout: unknown style {_did_you_mean(style, STYLES)} for {pattern!r}; known: {', '.join(STYLES)}"

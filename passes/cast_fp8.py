@@ -10,14 +10,17 @@ Contract
 Legend: K and M in and out features, E experts, N rows.
 
 Algorithm
-    1. What stays out: products without a parameter, routers, the head, excluded modules, products whose gradient would be a
-       pending sum on an axis (quantised pending sums do not add up to a quantised sum): reasons in ``why_not``.  A feature
-       dim that is cut inside of a tile is refused.
-    2. Operands are quantised once each, for all products that read them: ``moec::quantise``.  Where a tile's elements are on
-       several ranks, ``moec::amax`` and a maximum over these ranks come before it, and for gradients, whose products are
-       in the backward, ``moec::grad_amax`` behind the product, with taps that carry the maximum back to it.
-    3. ``aten::linear`` becomes ``moec::fp8_linear`` (a bias is added behind it), ``moec::grouped_mm`` ``moec::fp8_grouped_mm``.
-    4. Experts' rows are aligned (``fp8_rows.py``): every expert's begin at a multiple of what the recipe's kernels want.
+    1. What stays out: products without a parameter, routers, the head, excluded modules, products whose gradient would
+       be a pending sum on an axis (quantised pending sums do not add up to a quantised sum): reasons in ``why_not``.  A
+       feature dim that is cut inside of a tile is refused.
+    2. Operands are quantised once each, for all products that read them: ``moec::quantise``.  Where a tile's elements
+       are on several ranks, ``moec::amax`` and a maximum over these ranks come before it, and for gradients, whose
+       products are in the backward, ``moec::grad_amax`` behind the product, with taps that carry the maximum back to
+       it.
+    3. ``aten::linear`` becomes ``moec::fp8_linear`` (a bias is added behind it), ``moec::grouped_mm``
+       ``moec::fp8_grouped_mm``.
+    4. Experts' rows are aligned (``fp8_rows.py``): every expert's begin at a multiple of what the recipe's kernels
+       want.
 """
 
 from __future__ import annotations
@@ -82,8 +85,8 @@ class Cast:
         parts = max(int(t.parts) for t in cuts.values())
         if local % (block * parts):
             raise MoecError(
-                f"{self.recipe.name} scales tiles of {block}, and {', '.join(cuts)} leave{'s' * (len(cuts) == 1)} each rank "
-                f"{local} of the {size} features of {x.name}" + (f", in {parts} parts" if parts > 1 else ""),
+                f"{self.recipe.name} scales tiles of {block}, and {', '.join(cuts)} leaves each rank {local} of the "
+                f"{size} features of {x.name}" + (f", in {parts} parts" if parts > 1 else ""),
                 where=node.meta.get("where", ""),
                 way_out="fewer ranks on these axes, a recipe without tiles (current, rowwise), or the module in "
                 "Precision.exclude",
@@ -156,7 +159,9 @@ class Cast:
             for tap in taps:
                 self.program.graph.erase_node(tap)
             return y
-        taps = [self._convert(at, tap, "i_to_m", axes[t]) if axes[t] else tap for t, tap in enumerate(taps)]
+        taps = [
+            self._convert(at, t, "i_to_m", over) if over else t for t, over in zip(taps, axes.values(), strict=True)
+        ]
         return typed(self.program, at, moec_ops.grad_amax.default, y, *taps, counts, self.text)
 
 

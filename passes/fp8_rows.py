@@ -1,14 +1,14 @@
 """Experts' rows, aligned for FP8 products (part of ``cast_fp8``).
 
-Rows [N, ·] in order of experts become rows [A, ·], where each expert's begin at a multiple: a region of the graph is written
-anew for aligned rows, and the rest sees what it saw.
+Rows [N, ·] in order of experts become rows [A, ·], where each expert's begin at a multiple: a region of the graph is
+written anew for aligned rows, and the rest sees what it saw.
 
-1. A product's rows are aligned where they come from: of a ``moec::permute`` there is a ``moec::permute_aligned``; other rows
-   pass ``moec::align_rows``.
-2. What computes row by row from products (by its factor rule: dim 0 is dim 0 of every operand that has it) is copied for
-   aligned rows, its other operands being aligned too; biases take the aligned counts.
-3. Whoever else reads one of these values reads ``moec::unalign_rows`` of it; an unpermute of the rows that the permute made
-   takes the aligned rows with their numbers.
+1. A product's rows are aligned where they come from: of a ``moec::permute`` there is a ``moec::permute_aligned``; other
+   rows pass ``moec::align_rows``.
+2. What computes row by row from products (by its factor rule: dim 0 is dim 0 of every operand that has it) is copied
+   for aligned rows, its other operands being aligned too; biases take the aligned counts.
+3. Whoever else reads one of these values reads ``moec::unalign_rows`` of it; an unpermute of the rows that the permute
+   made takes the aligned rows with their numbers.
 """
 
 from __future__ import annotations

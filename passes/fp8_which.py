@@ -1,7 +1,7 @@
 """Which products compute in FP8 (part of ``cast_fp8``): linears by a parameter, and experts' products.
 
-Stays out, with a reason in ``why_not``: what ``Precision.exclude`` names, routers, the head, what has no parameter, what is not
-differentiable in FP8 on this layout.
+Stays out, with a reason in ``why_not``: what ``Precision.exclude`` names, routers, the head, what has no parameter,
+what is not differentiable in FP8 on this layout.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Which:
         products = [n for n in program.graph.nodes if op_name(n) in ("aten.linear", "moec.grouped_mm")]
         weighted = [n for n in products if self._parameter(n.args[1]) is not None]
         self.last = weighted[-1] if weighted else None
-        ends = {name: at for name, at in zip(("first", "last"), (weighted[:1], weighted[-1:]), strict=True)}
+        ends = {n: word for word, at in (("first", weighted[:1]), ("last", weighted[-1:])) for n in at}
         self.linears: list[fx.Node] = []
         self.experts: dict[fx.Node, list[fx.Node]] = {}
         for node in products:
-            reason = self._reason(node, precision, {n: end for end, at in ends.items() for n in at})
+            reason = self._reason(node, precision, ends)
             if reason is not None:
                 program.why_not.append(f"{self._where(node)}: {op_name(node)} is not FP8: {reason}")
             elif op_name(node) == "aten.linear":
@@ -91,7 +91,11 @@ class Which:
             if user in seen:
                 continue
             seen.add(user)
-            if collective(user.target) or is_wait(user.target) or op_name(user) in (*VIEWS, "aten.add", "aten.mul", "aten.div"):
+            if (
+                collective(user.target)
+                or is_wait(user.target)
+                or op_name(user) in (*VIEWS, "aten.add", "aten.mul", "aten.div")
+            ):
                 todo += user.users
             yield op_name(user)
 

@@ -98,7 +98,9 @@ COLLECTIVES = TABLE
 MAXIMA = ("m_to_i", "i_to_m")
 """Of magnitudes, not of values: forward or backward the largest of the ranks' numbers (FP8 scales)."""
 
-CONVERSIONS = tuple(k for k, c in TABLE.items() if c.primitive not in ("exchange", "equal", "counts") and k not in MAXIMA)
+CONVERSIONS = tuple(
+    k for k, c in TABLE.items() if c.primitive not in ("exchange", "equal", "counts") and k not in MAXIMA
+)
 """Kinds ``(x, dim, [to_dim,] size, group)``, like ``MAXIMA``; the rest have signatures of their own."""
 
 

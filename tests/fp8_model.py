@@ -34,7 +34,8 @@ TABLES = {fmt: np.array(list(numbers(fmt).values())) for fmt in FORMATS}
 
 
 def rounded(x, fmt):
-    """The nearest number of the format, of two equally near the one with even bits; magnitudes are within the largest."""
+    """The nearest number of the format, of two equally near the one with even bits; magnitudes are within the
+    largest."""
     table, magnitude = TABLES[fmt], np.abs(x)
     above = np.searchsorted(table, magnitude).clip(0, len(table) - 1)
     below = (above - 1).clip(0)

@@ -83,7 +83,9 @@ def test_every_operand_lies_on_the_recipes_grid(recipe):
     checked = 0
     for node in products:
         counts = 1 if op_name(node) == "moec.fp8_grouped_mm" else 0
-        for q, scale in zip(node.args[2 + counts : 10 + counts : 2], node.args[3 + counts : 11 + counts : 2], strict=True):
+        for q, scale in zip(
+            node.args[2 + counts : 10 + counts : 2], node.args[3 + counts : 11 + counts : 2], strict=True
+        ):
             source = q.args[0]
             assert op_name(source) == "moec.quantise" and scale.args[0] is source and scale.args[1] == q.args[1] + 1
             same_as_the_model(values[source.args[0]], values[source], source, q.args[1] == 3, values)
@@ -94,11 +96,19 @@ def test_every_operand_lies_on_the_recipes_grid(recipe):
     for _, (g, _, _, counts, name, role, _), (_, *made) in found:
         for transposed in (False, True):
             check(g, counts, made[2 * transposed], made[2 * transposed + 1], name, role, transposed)
-    ends = {n for n, *_ in backward} & {"moec::fp8_dgrad", "moec::fp8_wgrad", "moec::fp8_grouped_dgrad", "moec::fp8_grouped_wgrad"}
+    ends = {n for n, *_ in backward} & {
+        "moec::fp8_dgrad",
+        "moec::fp8_wgrad",
+        "moec::fp8_grouped_dgrad",
+        "moec::fp8_grouped_wgrad",
+    }
     assert len(ends) == 4
     for name, args, _ in backward:
         if name in ends:
-            assert sum(t.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) for t in args if isinstance(t, torch.Tensor)) == 2
+            assert (
+                sum(t.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) for t in args if isinstance(t, torch.Tensor))
+                == 2
+            )
 
 
 def same_as_the_model(x, made, node, transposed, values):
@@ -135,9 +145,7 @@ SOME = [("current", "dp tp ep"), ("rowwise", "etp"), ("current", "sp"), ("rowwis
 ALL = [(r, p) for r in ("current", "rowwise") for p in PLANS if (r, p) not in SOME]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "plan"), [*SOME, *(pytest.param(*case, marks=pytest.mark.nightly) for case in ALL)]
-)
+@pytest.mark.parametrize(("recipe", "plan"), [*SOME, *(pytest.param(*case, marks=pytest.mark.nightly) for case in ALL)])
 def test_any_number_of_ranks_computes_what_one_does(recipe, plan):
     degrees, options = PLANS[plan]
     truth = oracle(build(SHAPE), BATCH)
@@ -153,7 +161,8 @@ def test_any_number_of_ranks_computes_what_one_does(recipe, plan):
 
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
 def test_tiles_are_those_of_one_rank(recipe):
-    """Tokens dealt out to ranks in whole experts: forward to the last bit, weights' gradients but for tiles of tokens."""
+    """Tokens dealt out to ranks in whole experts: forward to the last bit, weights' gradients but for tiles of
+    tokens."""
     truth = oracle(build(SHAPE), BATCH)
     program = compiled(recipe, (2, 1, 2, 1))
     got, want = truth._run(program), truth._run(compiled(recipe))
@@ -168,14 +177,21 @@ def same(program, got, want, tolerance):
     scale = max(float(g.norm()) for g in want.grads.values() if g is not None) * 1e-2
     for name, g in want.grads.items():
         if g is not None:  # keys' biases have none in exact arithmetic
-            assert float((got.grads[name] - g).norm()) <= tolerance * max(float(g.norm()), scale), program.params[name].name
+            assert float((got.grads[name] - g).norm()) <= tolerance * max(float(g.norm()), scale), program.params[
+                name
+            ].name
 
 
 def test_what_stays_out():
     program = compiled("current", stage="cast_fp8")
     left = {n.args[1].name: op_name(n) for n in calls(program, "aten.linear", "moec.grouped_mm")}
     reasons = [w for w in program.why_not if "not FP8" in w]
-    for path, why in (("layers.0.attention.q", "first"), ("layers.0.moe.router", "router"), ("embed", "head"), ("layers.0.moe.shared_gate", "one vector")):
+    for path, why in (
+        ("layers.0.attention.q", "first"),
+        ("layers.0.moe.router", "router"),
+        ("embed", "head"),
+        ("layers.0.moe.shared_gate", "one vector"),
+    ):
         assert any(w.startswith(path) and why in w for w in reasons), (path, reasons)
     assert len(left) == len(reasons)
     program = compiled("current", stage="cast_fp8", exclude=("*.attention.*", "layers.0.moe.down"))
@@ -199,7 +215,9 @@ def test_rows_of_a_permute_are_aligned_by_it():
 
 
 def test_a_dim_that_is_cut_inside_of_a_tile_is_refused():
-    with pytest.raises(MoecError, match=r"layers.0.attention.*tiles of 32.*tp_etp leaves each rank 18 of the 36 features"):
+    with pytest.raises(
+        MoecError, match=r"layers.0.attention.*tiles of 32.*tp_etp leaves each rank 18 of the 36 features"
+    ):
         compiled("mxfp8", (1, 2, 1, 2))
 
 
@@ -241,10 +259,9 @@ def test_a_maximum_of_other_ranks_changes_the_numbers():
                 user.replace_all_uses_with(own)
         broken.graph.eliminate_dead_code()
         broken.module.recompile()
+        got = truth._run(broken)
         with pytest.raises(AssertionError):
-            got = truth._run(broken)
             same(broken, got, want, 1e-12)
-            assert _relative(got.outputs["loss"], want.outputs["loss"]) < 1e-12
 
 
 def test_an_unpadded_group_is_caught():

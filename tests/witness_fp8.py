@@ -1,5 +1,5 @@
-"""Typing rules in the vocabulary of ``spmd_types`` of FP8's ops: operands as their carriers, a scale as its tile, which no
-two ranks may have parts of unless the largest magnitude is that of all.  ``w`` is the walk of ``witness.py``.
+"""Typing rules in the vocabulary of ``spmd_types`` of FP8's ops: operands as their carriers, a scale as its tile, which
+no two ranks may have parts of unless the largest magnitude is that of all.  ``w`` is the walk of ``witness.py``.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ def _taps(w, y, recipe: Recipe, shared: bool) -> list:
         dims = [[]]
         if shared and (not transposed or recipe.shared == "vector"):
             dims, _ = _tiles(w, y, recipe, "grad", transposed)
-        out.append(_made(w, y, dims, {a: spmd.I for a in w.axes.values()}))
+        out.append(_made(w, y, dims, dict.fromkeys(w.axes.values(), spmd.I)))
     return out
 
 
 def _fp8_linear(w, node, x, weight, *rest):
-    *q, grad_amax, recipe, shared = rest
+    *q, _, recipe, shared = rest
     found = Recipe.parse(recipe)
     _operands(w, x, "rows", found, (q[0:2], q[4:6]))
     _operands(w, weight, "weight", found, (q[2:4], q[6:8]))
@@ -103,7 +103,7 @@ def _fp8_linear(w, node, x, weight, *rest):
 
 
 def _fp8_grouped_mm(w, node, x_NK, weight_EKM, counts_E, *rest):
-    *q, grad_amax, recipe, shared = rest
+    *q, _, recipe, shared = rest
     found = Recipe.parse(recipe)
     _operands(w, x_NK, "rows", found, (q[0:2], q[4:6]))
     _operands(w, weight_EKM, "stack", found, (q[2:4], q[6:8]))

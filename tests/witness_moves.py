@@ -91,7 +91,8 @@ def _handed_over(w, x: Tensor, dim: int, to_dim: int, names: list[str]) -> rules
 
 TRANSITIONS = {
     "identity": rules.convert, "slice": rules.convert, "zero_pad": rules.convert, "all_reduce": rules.all_reduce,
-    "all_reduce_max": _maximum, "all_gather": rules.all_gather, "reduce_scatter": rules.reduce_scatter, "all_to_all": rules.all_to_all,
+    "all_reduce_max": _maximum, "all_gather": rules.all_gather, "reduce_scatter": rules.reduce_scatter,
+    "all_to_all": rules.all_to_all,
 }  # fmt: skip
 MOVES: dict[str, Callable] = {
     "identity": lambda x, d, t, n: x.clone(),

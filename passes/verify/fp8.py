@@ -26,10 +26,11 @@ FP8 = {
 def derive_fp8(
     program: Program, node: fx.Node, types: Mapping[fx.Node, Types], product: Callable[[fx.Node, str, Type, Type], Type]
 ) -> Types | list[Types]:
-    """The types of ``node``'s results, of the ``types`` of its operands.  ``product``: the type of a grouped product."""
+    """The types of ``node``'s results, of the ``types`` of its operands.  ``product``: the type of a grouped
+    product."""
     results: list[Types] = []
     for axis in program.mesh.names:
-        found = _OnAxis(node, axis, lambda n, a=axis: types[n][a], product).derive()
+        found = _OnAxis(node, axis, {n: t[axis] for n, t in types.items()}, product).derive()
         results = results or [{} for _ in found]
         for r, t in zip(results, found, strict=True):
             r[axis] = t
@@ -59,8 +60,8 @@ def scale_type(recipe: Recipe, role: str, transposed: bool, ndim: int, t: Type, 
 
 
 class _OnAxis:
-    def __init__(self, node: fx.Node, axis: str, on: Callable[[fx.Node], Type], product) -> None:
-        self.node, self.axis, self.on, self.product = node, axis, on, product
+    def __init__(self, node: fx.Node, axis: str, on: Mapping[fx.Node, Type], product) -> None:
+        self.node, self.axis, self.on, self.product = node, axis, on.__getitem__, product
 
     def derive(self) -> list[Type]:
         match op_name(self.node).removeprefix("moec."):

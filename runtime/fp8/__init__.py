@@ -1,4 +1,5 @@
-"""moec.runtime.fp8: FP8 recipes: what is quantised how.  Pure PyTorch on any device; it *defines* what kernels must give.
+"""moec.runtime.fp8: FP8 recipes: what is quantised how.  Pure PyTorch on any device; it *defines* what kernels must
+give.
 
 ``recipes``   the five recipes by name: formats, tiles that share a scale, kinds of scales, alignment
 ``tiles``     numbers <-> float8 and scales, for any tiling

@@ -2,8 +2,8 @@
 
 Legend: L leading dims as one (experts), R rows, C columns, r and c numbers of tiles along them.
 
-A tile is ``(rows, columns)``, 0 for all.  The last tile of a dim may be smaller.  Memory is contiguous along the dim that
-the product sums over (``along``: -1 or -2), which is how kernels want both operands.
+A tile is ``(rows, columns)``, 0 for all.  The last tile of a dim may be smaller.  Memory is contiguous along the dim
+that the product sums over (``along``: -1 or -2), which is how kernels want both operands.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .recipes import E4M3, E8M0, LARGEST, Recipe, Tile
+from .recipes import E8M0, LARGEST, Recipe, Tile
 
 SMALLEST = 2.0**-126
 

@@ -2,8 +2,8 @@
 
 Legend: N rows, H width, E experts, a alignment, A aligned rows.
 
-``align_rows(x_NH, counts_E, alignment) -> x_AH``: expert e's ``counts_E[e]`` rows, which lie one after the other, begin at
-multiples of a, as in ``moec::permute_aligned``: A = floor((N + E·(a − 1)) / a) · a.  What is no expert's is zeros.
+``align_rows(x_NH, counts_E, alignment) -> x_AH``: expert e's ``counts_E[e]`` rows, which lie one after the other, begin
+at multiples of a, as in ``moec::permute_aligned``: A = floor((N + E·(a − 1)) / a) · a.  What is no expert's is zeros.
 
 ``unalign_rows(x_AH, counts_E, alignment, rows) -> x_NH``: the other way round; past ``sum(counts_E)`` zeros.
 

@@ -1,4 +1,5 @@
-"""Typed conversions: one op ``moec::<kind>(x, dim, size, group)`` for every kind of ``collectives.CONVERSIONS`` and ``MAXIMA``.
+"""Typed conversions: one op ``moec::<kind>(x, dim, size, group)`` for every kind of ``collectives.CONVERSIONS`` and
+``MAXIMA``.
 
 ``s_to_s`` has one dim more: ``moec::s_to_s(x, dim, to_dim, size, group)`` gathers ``dim`` and scatters ``to_dim``.
 

@@ -2,14 +2,16 @@
 
 Legend: N rows, E experts, K and M in and out features; q and s are what ``moec::quantise`` gives.
 
-``fp8_grouped_mm(x, w, counts_E, x_q, x_s, w_q, w_s, x_qT, x_sT, w_qT, w_sT, grad_amax, recipe, shared) -> (y, tap, tap_T)``
+``fp8_grouped_mm(x, w, counts_E, x_q, x_s, w_q, w_s, x_qT, x_sT, w_qT, w_sT, grad_amax, recipe, shared) -> (y, tap,
+tap_T)``
 
-* As ``moec::fp8_linear``, with carriers x [N, K] and w [E, K, M], quantised as ``rows`` (with ``counts_E``) and ``stack``.
-* Expert e's ``counts_E[e]`` rows begin at a multiple of the recipe's alignment (MoecError where they cannot); rows of none
-  give zeros.  So a tile of 128 or 32 rows never holds rows of two experts, and kernels need no masks.
+* As ``moec::fp8_linear``, with carriers x [N, K] and w [E, K, M], quantised as ``rows`` (with ``counts_E``) and
+  ``stack``.
+* Expert e's ``counts_E[e]`` rows begin at a multiple of the recipe's alignment (MoecError where they cannot); rows of
+  none give zeros.  So a tile of 128 or 32 rows never holds rows of two experts, and kernels need no masks.
 
-Its backward's products: ``fp8_grouped_dgrad(g_q [N, M], g_s, w_qT [E, K, M], w_sT, counts_E, recipe, dtype) -> [N, K]`` and
-``fp8_grouped_wgrad(x_qT [N, K], x_sT, g_qT [N, M], g_sT, counts_E, recipe, dtype) -> [E, M, K]``.
+Its backward's products: ``fp8_grouped_dgrad(g_q [N, M], g_s, w_qT [E, K, M], w_sT, counts_E, recipe, dtype) -> [N, K]``
+and ``fp8_grouped_wgrad(x_qT [N, K], x_sT, g_qT [N, M], g_sT, counts_E, recipe, dtype) -> [E, M, K]``.
 """
 
 from __future__ import annotations
@@ -72,8 +74,8 @@ def fp8_grouped_mm(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if x_q.shape != x.shape or w_q.shape != w.shape or (counts_E.shape[0], x.shape[1]) != tuple(w.shape[:2]):
         raise MoecError(
-            f"x {tuple(x.shape)} quantised {tuple(x_q.shape)}, w {tuple(w.shape)} quantised {tuple(w_q.shape)} and counts "
-            f"{tuple(counts_E.shape)} do not fit",
+            f"x {tuple(x.shape)} quantised {tuple(x_q.shape)}, w {tuple(w.shape)} quantised {tuple(w_q.shape)} and "
+            f"counts {tuple(counts_E.shape)} do not fit",
             where="moec::fp8_grouped_mm",
         )
     y = _product(x_q, x_s, w_q, w_s, counts_E, recipe, "rows", False, x.dtype)

@@ -6,13 +6,13 @@ Legend: N rows (all leading dims as one), K in and M out features; q and s are w
 
 * x [..., K] and w [M, K] are carriers: what counts of them is shape and dtype, and that gradients go to them.
 * y [..., M] in x's dtype: products of q · s, added up in fp32 (fp64 where x is).
-* Backward: the gradient g [..., M] is quantised, for dx along M, for dw along N; dx = g · w with ``w_qT``, dw = gᵀ · x with
-  ``x_qT``: three products in FP8.  ``grad_amax``: the largest magnitude that g's scale is made from (past steps').
+* Backward: the gradient g [..., M] is quantised, for dx along M, for dw along N; dx = g · w with ``w_qT``, dw = gᵀ · x
+  with ``x_qT``: three products in FP8.  ``grad_amax``: the largest magnitude that g's scale is made from (past steps').
 * ``shared``: ranks share g, so the largest magnitudes are found over all of them: what arrives as the *gradients* of
   ``tap`` and ``tap_T`` are these (``moec::grad_amax`` states them).  Without it the taps are empty.
 
-Its backward's products by themselves, for a schedule: ``fp8_dgrad(g_q [..., M], g_s, w_qT [M, K], w_sT, recipe, dtype) ->
-[..., K]`` and ``fp8_wgrad(g_qT [N, M], g_sT, x_qT [N, K], x_sT, recipe, dtype) -> [M, K]``.
+Its backward's products by themselves, for a schedule: ``fp8_dgrad(g_q [..., M], g_s, w_qT [M, K], w_sT, recipe, dtype)
+-> [..., K]`` and ``fp8_wgrad(g_qT [N, M], g_sT, x_qT [N, K], x_sT, recipe, dtype) -> [M, K]``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def fp8_linear(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if x_q.shape != x.shape or w_q.shape != w.shape or x.shape[-1] != w.shape[-1]:
         raise MoecError(
-            f"x {tuple(x.shape)} quantised {tuple(x_q.shape)}, w {tuple(w.shape)} quantised {tuple(w_q.shape)} do not fit",
+            f"x {tuple(x.shape)} quantised {tuple(x_q.shape)}, w {tuple(w.shape)} quantised {tuple(w_q.shape)} do "
+            "not fit",
             where="moec::fp8_linear",
         )
     found, wide = Recipe.parse(recipe), accumulator(x.dtype)
@@ -72,11 +73,12 @@ def _(x, w, x_q, x_s, w_q, w_s, x_qT, x_sT, w_qT, w_sT, grad_amax, recipe, share
     return y, *taps(y, recipe, shared)
 
 
-def taps(y: Tensor, recipe: str, shared: bool) -> list[Tensor]:
+def taps(y: Tensor, recipe: str, shared: bool) -> tuple[Tensor, Tensor]:
     """fp32 zeros, each as the largest magnitudes of y's gradient that scales are made from; empty if not ``shared``."""
     found = Recipe.parse(recipe)
-    shapes = [scale_shape(y, found, "grad", t) if shared and (not t or found.shared == "vector") else [0] for t in (0, 1)]
-    return [y.new_zeros(shape, dtype=torch.float32) for shape in shapes]
+    shape = scale_shape(y, found, "grad", False) if shared else [0]
+    shape_T = scale_shape(y, found, "grad", True) if shared and found.shared == "vector" else [0]
+    return y.new_zeros(shape, dtype=torch.float32), y.new_zeros(shape_T, dtype=torch.float32)
 
 
 def _setup(ctx, inputs, output) -> None:

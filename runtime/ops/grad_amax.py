@@ -1,9 +1,9 @@
 """``moec::grad_amax``: the identity, whose backward states how large the gradient is.
 
-``grad_amax(y, tap, tap_T, counts_E, recipe) -> y``: y's gradient passes, and the gradients of ``tap`` and ``tap_T`` (fp32, shaped
-like the scales that ``recipe`` gives a ``grad``; empty: none is asked for) are its tiles' largest magnitudes.  Between the taps
-of a product and these lie conversions whose backward takes the maximum over ranks; so a product of the backward knows how
-large a gradient is of which it has a part.  ``counts_E``: as in ``moec::quantise``.
+``grad_amax(y, tap, tap_T, counts_E, recipe) -> y``: y's gradient passes, and the gradients of ``tap`` and ``tap_T``
+(fp32, shaped like the scales that ``recipe`` gives a ``grad``; empty: none is asked for) are its tiles' largest
+magnitudes.  Between the taps of a product and these lie conversions whose backward takes the maximum over ranks; so a
+product of the backward knows how large a gradient is of which it has a part.  ``counts_E``: as in ``moec::quantise``.
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
 """``moec::quantise``: an operand of FP8 products, for the one that it enters and for the one of its derivative.
 
-Legend: N rows (of ``rows`` and ``grad`` all leading dims as one), E experts; recipes, roles, tiles and transposition as in
-``runtime/fp8/recipes.py``.
+Legend: N rows (of ``rows`` and ``grad`` all leading dims as one), E experts; recipes, roles, tiles and transposition as
+in ``runtime/fp8/recipes.py``.
 
 ``quantise(x, amax, amax_T, counts_E, recipe, role, both) -> (carrier, q, scale, q_T, scale_T)``
 
-* ``q`` has x's shape; ``scale`` one number a tile.  ``q_T`` and ``scale_T`` are the transposed ones, of a matrix [N, C] for
-  ``rows`` and ``grad``; both from x's own values.  Without ``both`` (nothing will be differentiated) they are empty.
-* ``amax``, ``amax_T``: the largest magnitudes that scales are made from, as ``amax`` gives them, where they are not those
-  of this x: all ranks' or past steps'.
-* ``counts_E``: rows are those of experts, each beginning at a multiple of the recipe's alignment, and what lies between is
-  taken for zeros.
-* ``carrier`` has x's shape and dtype and no memory: products take it beside q, and what they send back as its gradient is
-  the gradient of x.  Its values mean nothing.  So q and its scales travel as plain bytes, and no derivative asks for them.
+* ``q`` has x's shape; ``scale`` one number a tile.  ``q_T`` and ``scale_T`` are the transposed ones, of a matrix [N, C]
+  for ``rows`` and ``grad``; both from x's own values.  Without ``both`` (nothing will be differentiated) they are
+  empty.
+* ``amax``, ``amax_T``: the largest magnitudes that scales are made from, as ``amax`` gives them, where they are not
+  those of this x: all ranks' or past steps'.
+* ``counts_E``: rows are those of experts, each beginning at a multiple of the recipe's alignment, and what lies between
+  is taken for zeros.
+* ``carrier`` has x's shape and dtype and no memory: products take it beside q, and what they send back as its gradient
+  is the gradient of x.  Its values mean nothing.  So q and its scales travel as plain bytes, and no derivative asks for
+  them.
 
 ``amax(x, counts_E, recipe, role, transposed)``: fp32, the largest finite magnitude of every tile.
 
@@ -25,7 +27,8 @@ import torch
 from torch import Tensor
 
 from ..errors import MoecError
-from ..fp8 import Recipe, amax as amax_of, dequantised, quantised
+from ..fp8 import Recipe, dequantised, quantised
+from ..fp8 import amax as amax_of
 from ..fp8.recipes import E8M0
 from ..fp8.tiles import num_tiles
 from .align_rows import real_rows
@@ -86,7 +89,7 @@ def quantise(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     found = Recipe.parse(recipe)
     real = _of_experts(x, counts_E, found)
-    made: list[Tensor] = []
+    made: list[Tensor] = [_carrier(x)]
     for transposed, given in ((False, amax), (True, amax_T)):
         if transposed and not both:
             made += _nothing(x, found, role)
@@ -100,7 +103,8 @@ def quantise(
             )
         q, scale = quantised(as_matrix(real, role, transposed or len(shape) < x.ndim), found, role, transposed, given)
         made += [q if transposed else q.view(x.shape), scale]
-    return _carrier(x), *made
+    carrier, q, scale, q_T, scale_T = made
+    return carrier, q, scale, q_T, scale_T
 
 
 def _carrier(x: Tensor) -> Tensor:
@@ -145,9 +149,7 @@ quantise.register_autograd(_backward, setup_context=_setup)
 
 
 @torch.library.custom_op("moec::dequantise", mutates_args=(), device_types=DEVICES)
-def dequantise(
-    q: Tensor, scale: Tensor, recipe: str, role: str, transposed: bool, dtype: torch.dtype
-) -> Tensor:
+def dequantise(q: Tensor, scale: Tensor, recipe: str, role: str, transposed: bool, dtype: torch.dtype) -> Tensor:
     return values(q, scale, Recipe.parse(recipe), role, transposed, dtype)
 
 
