@@ -12,9 +12,10 @@ everything is the same on every rank: schedulers may decide by it.
 
 from moec.cost.cluster import Cluster, Link, cluster, presets
 from moec.cost.memory import Storages
-from moec.cost.roofline import Work, link, seconds, stream, wire, work
+from moec.cost.roofline import Work, link, seconds, stream, transfer, wire, work
 from moec.cost.sizes import Sizes
 from moec.cost.timeline import COMPUTE, Span, Timeline, predict, simulate
+from moec.cost.trace import trace
 
 __all__ = [
     "COMPUTE",
@@ -32,6 +33,8 @@ __all__ = [
     "seconds",
     "simulate",
     "stream",
+    "trace",
+    "transfer",
     "wire",
     "work",
 ]

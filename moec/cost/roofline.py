@@ -19,10 +19,10 @@ from torch import fx
 from moec.cost.cluster import Cluster
 from moec.cost.operations import Work, is_view, work
 from moec.cost.sizes import Sizes
-from moec.runtime.collectives import PRIMITIVES, collective, group_of, is_start, is_wait
+from moec.runtime.collectives import collective, group_of, is_start, is_wait
 from moec.runtime.mesh import Mesh
 
-__all__ = ["COMPUTE", "Work", "link", "seconds", "stream", "wire", "work"]
+__all__ = ["COMPUTE", "Work", "link", "seconds", "stream", "transfer", "wire", "work"]
 
 COMPUTE = "compute"
 EXCHANGES = ("all_to_all", "exchange", "counts", "equal")
@@ -92,25 +92,26 @@ def _is_free(node: fx.Node) -> bool:
 def _communication(node: fx.Node, cluster: Cluster, mesh: Mesh, sizes: Sizes) -> float:
     entry = collective(node.target)
     assert entry is not None
-    group = _layout(group_key(node), mesh, cluster.ranks_per_node)
+    return transfer(entry.primitive, wire(node, mesh, sizes), group_key(node), cluster, mesh)
+
+
+def transfer(primitive: str, sent: float, key: str, cluster: Cluster, mesh: Mesh) -> float:
+    """Seconds of a collective of the group ``key`` of which a rank would send ``sent`` bytes in a ring."""
+    group = _layout(key, mesh, cluster.ranks_per_node)
     if group.ranks == 1:
         return 0.0
-    sent, kind = wire(node, mesh, sizes), entry.primitive
     if not group.crosses:
-        alpha, beta = cluster.link("node").of(kind)
+        alpha, beta = cluster.link("node").of(primitive)
         return alpha + sent / beta
-    alpha, beta = cluster.link("network").of(kind)
-    times = PRIMITIVES[kind] or 0
-    whole = sent * group.ranks / (group.ranks - 1)  # what a ring would move (ranks - 1) / ranks of
-    if kind in EXCHANGES:
-        across = whole * (group.ranks - group.inside) / group.ranks
-        inside = whole * (group.inside - 1) / group.ranks
-    else:
+    alpha, beta = cluster.link("network").of(primitive)
+    if primitive in EXCHANGES:
+        each = sent / (group.ranks - 1)
+        across, inside = each * (group.ranks - group.inside), each * (group.inside - 1)
+    else:  # a node's ranks share what crosses
         nodes = group.ranks // group.inside
-        across = whole * (nodes - 1) / nodes / group.inside
-        inside = sent if group.inside > 1 else 0.0
-    assert times
+        whole = sent * group.ranks / (group.ranks - 1)
+        across, inside = whole * (nodes - 1) / nodes / group.inside, sent if group.inside > 1 else 0.0
     took = across / beta
-    if group.inside > 1:
-        took = max(took, inside / cluster.link("node").of(kind)[1])
+    if inside:
+        took = max(took, inside / cluster.link("node").of(primitive)[1])
     return alpha + took

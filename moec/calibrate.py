@@ -1,0 +1,203 @@
+"""calibrate: measure a machine, and with a process group its network, as the numbers of a :class:`moec.cost.Cluster`.
+
+All ranks measure at the same time, since that is how they work: what they share (memory, caches, a node's adapter)
+counts for each as what is left for it.
+
+1. Matrix products of growing size, per dtype: FLOP/s by FLOPs.
+2. Element-wise additions into new memory, of growing size: bytes/s by bytes; of one element: the overhead of an op.
+3. Each kind of collective, between the ranks of a node and between nodes: latency from a small one, bandwidth from large
+   ones, with the bytes that a ring would send (``Collective.wire_bytes``).
+4. Products beside a long collective: how much slower they are.
+
+A figure is the median over repetitions; of ranks, the mean.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moec.cost.cluster import Cluster, Curve, Link
+from moec.runtime.collectives import PRIMITIVES
+from moec.runtime.errors import MoecError
+from moec.runtime.torch_compat import all_gather_flat, reduce_scatter_flat
+
+PRODUCTS = (16, 32, 64, 128, 256, 512, 1024)
+"""Rows, columns and depth of the products."""
+ELEMENTS = tuple(4**k for k in range(5, 13))
+"""Of the additions, fp32: 4 kB to 64 MB."""
+SMALL, LARGE = 256, (1 << 18, 1 << 21)
+"""Elements (fp32) of a collective's whole tensor, for each rank of the group."""
+WARM_UP, REPEATS = 1, 5
+
+
+def calibrate(
+    name: str = "calibrated", dtypes: tuple[str, ...] = ("float32", "bfloat16"), device: str = "cpu"
+) -> Cluster:
+    """Collective where a process group is initialised; without one the cluster has no links.
+
+    ``device``: where to measure (``cpu``, or this process's ``cuda``).  Takes about half a minute on a CPU.  Raises
+    MoecError for an unknown dtype, before anything is measured."""
+    if unknown := [d for d in dtypes if not isinstance(getattr(torch, d, None), torch.dtype)]:
+        raise MoecError(f"{unknown} is not a dtype", where="calibrate", way_out="float32, bfloat16, float16, float64 …")
+    clock = _Clock(device)
+    overhead = clock.time(_addition(device, 1))
+    matmul = {d: _products(clock, getattr(torch, d), overhead) for d in dtypes}  # 1
+    memory = _additions(clock, overhead)  # 2
+    links: dict[str, Link] = {}
+    local, share = 1, 0.0
+    if clock.world > 1:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", clock.world))
+        links = {scope: _link(clock, group) for scope, group in _scopes(local).items()}  # 3
+        share = _share(clock)  # 4
+    at_once = 2 if clock.world > 1 and dist.get_backend() == "gloo" else 1  # gloo: two threads a process group
+    return Cluster(name, matmul, memory, overhead, links, local, at_once, share)
+
+
+class _Clock:
+    """Medians of seconds, agreed on by all ranks, who measure together."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+    def time(self, run: Callable[[], object], inner: int | None = None) -> float:
+        """Seconds of ``run``, which is repeated ``inner`` times in a row (default: about a millisecond's worth)."""
+        for _ in range(WARM_UP):
+            run()
+        if inner is None:
+            inner = max(1, min(1000, int(1e-3 / max(self._once(run, 1), 1e-7))))
+        inner = round(self.mean(inner))
+        return self.mean(median(self._once(run, inner) for _ in range(REPEATS)))
+
+    def _once(self, run: Callable[[], object], inner: int) -> float:
+        if self.world > 1:
+            dist.barrier()
+        self.finish()
+        began = time.perf_counter()
+        for _ in range(inner):
+            run()
+        self.finish()
+        return (time.perf_counter() - began) / inner
+
+    def finish(self) -> None:
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+
+    def mean(self, value: float) -> float:
+        if self.world == 1:
+            return float(value)
+        total = torch.tensor(float(value), dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return float(total) / self.world
+
+
+def _product(device: str, dtype: torch.dtype, n: int) -> Callable[[], Tensor]:
+    x, y = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    return lambda: x @ y
+
+
+def _products(clock: _Clock, dtype: torch.dtype, overhead: float) -> Curve:
+    found = [(2.0 * n**3, clock.time(_product(clock.device, dtype, n))) for n in PRODUCTS]
+    return tuple((flops, flops / _beyond(took, overhead)) for flops, took in found)
+
+
+def _beyond(took: float, overhead: float) -> float:
+    """What an op took that is not its overhead."""
+    return max(took - overhead, took / 10)
+
+
+def _addition(device: str, n: int) -> Callable[[], Tensor]:
+    x = torch.zeros(n, device=device)
+    return lambda: x + 1
+
+
+def _additions(clock: _Clock, overhead: float) -> Curve:
+    found = [(8.0 * n, clock.time(_addition(clock.device, n))) for n in ELEMENTS]
+    return tuple((nbytes, nbytes / _beyond(took, overhead)) for nbytes, took in found)
+
+
+def _scopes(local: int) -> dict[str, dist.ProcessGroup]:
+    """This rank's group inside its node, and the one of the ranks with its place in every node."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    inside = [list(range(first, first + local)) for first in range(0, world, local)]
+    across = [list(range(place, world, local)) for place in range(local)]
+    found = {}
+    for scope, groups in (("node", inside), ("network", across)):
+        for ranks in groups:
+            if len(ranks) > 1 and (group := dist.new_group(ranks)) is not None and rank in ranks:
+                found[scope] = group
+    return found
+
+
+def _link(clock: _Clock, group: dist.ProcessGroup) -> Link:
+    pairs = {}
+    for kind, make in _COLLECTIVES.items():
+        alpha = clock.time(make(group, clock.device, SMALL), inner=20)
+        rates = []
+        for elements in LARGE:
+            took = clock.time(make(group, clock.device, elements), inner=2) - alpha
+            whole = 4 * elements * group.size()
+            times = PRIMITIVES[kind]
+            assert times is not None
+            rates.append(times * whole * (group.size() - 1) / group.size() / max(took, 1e-9))
+        pairs[kind] = (alpha, median(rates))
+    for kind in ("exchange", "equal", "counts"):
+        pairs[kind] = pairs["all_to_all"]
+    alpha, beta = pairs["all_reduce"]
+    return Link(alpha, beta, pairs)
+
+
+def _all_reduce(group: dist.ProcessGroup, device: str, n: int) -> Callable[[], object]:
+    x = torch.zeros(n * group.size(), device=device)
+    return lambda: dist.all_reduce(x, group=group)
+
+
+def _all_gather(group: dist.ProcessGroup, device: str, n: int) -> Callable[[], object]:
+    x, out = torch.zeros(n, device=device), torch.zeros(n * group.size(), device=device)
+    return lambda: all_gather_flat(out, x, group=group)
+
+
+def _reduce_scatter(group: dist.ProcessGroup, device: str, n: int) -> Callable[[], object]:
+    x, out = torch.zeros(n * group.size(), device=device), torch.zeros(n, device=device)
+    return lambda: reduce_scatter_flat(out, x, group=group)
+
+
+def _all_to_all(group: dist.ProcessGroup, device: str, n: int) -> Callable[[], object]:
+    x, out = torch.zeros(n * group.size(), device=device), torch.zeros(n * group.size(), device=device)
+    return lambda: dist.all_to_all_single(out, x, group=group)
+
+
+_COLLECTIVES: dict[str, Callable[[dist.ProcessGroup, str, int], Callable[[], object]]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}
+
+
+def _share(clock: _Clock) -> float:
+    """The part of a rank's compute that is gone while it communicates."""
+    product = _product(clock.device, torch.float32, 256)
+    alone = clock.time(product)
+    x = torch.zeros(LARGE[-1] * clock.world, device=clock.device)
+
+    def beside() -> float:
+        dist.barrier()
+        work, took = dist.all_reduce(x, async_op=True), []
+        while not work.is_completed():
+            began = time.perf_counter()
+            product()
+            clock.finish()
+            took.append(time.perf_counter() - began)
+        work.wait()
+        return sum(took) / max(len(took), 1) if took else alone
+
+    together = clock.mean(median(beside() for _ in range(REPEATS)))
+    return min(max(0.0, 1 - alone / together), 0.95)
