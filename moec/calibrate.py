@@ -5,8 +5,8 @@ counts for each as what is left for it.
 
 1. Matrix products of growing size, per dtype: FLOP/s by FLOPs.
 2. Element-wise additions into new memory, of growing size: bytes/s by bytes; of one element: the overhead of an op.
-3. Each kind of collective, between the ranks of a node and between nodes: latency from a small one, bandwidth from large
-   ones, with the bytes that a ring would send (``Collective.wire_bytes``).
+3. Each kind of collective, between the ranks of a node and between nodes: latency from a small one, bandwidth from
+   large ones, with the bytes that a ring would send (``Collective.wire_bytes``).
 4. Products beside a long collective: how much slower they are.
 
 A figure is the median over repetitions; of ranks, the mean.

@@ -1,8 +1,10 @@
-"""The command line: ``moec check``, ``moec explain`` and ``moec tune``.
+"""The command line: ``moec check``, ``moec explain``, ``moec timeline``, ``moec calibrate`` and ``moec tune``.
 
     moec check FILE.py:make_model --plan plan.yaml --world 8
     moec check --hf mixtral --layers 2 --world 4 --tp 2 --ep 4
     moec explain --hf qwen3_moe --world 8 --ep 8 --json
+    moec timeline --hf mixtral --world 8 --ep 8 --cluster h100-nvl8-400g --size input_ids=4x4096 --out trace.json
+    torchrun --nproc-per-node 2 -m moec.cli calibrate --out cluster.yaml
     moec tune --experts 128 --hidden 2048 --width 768 --top-k 8 --tokens 4096
 
 ``make_model()`` returns the model, or ``(model, example_inputs, example_kwargs)``.  Exit status: 0 when the proof
@@ -13,8 +15,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +42,23 @@ def _parser() -> argparse.ArgumentParser:
         prog="moec", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True)
-    for name, run, text in (
-        ("check", _check, "prove that the parallel program equals the model, after every pass, on simulated ranks"),
-        ("explain", _explain, "print every collective of a step, where parameters lie, and what was declined"),
-    ):
-        p = commands.add_parser(name, help=text, description=text)
-        p.add_argument("model", nargs="?", metavar="FILE.py:make_model")
-        p.add_argument("--hf", metavar="NAME", help="a Hugging Face architecture, or the path of a config.json")
-        p.add_argument("--layers", type=int, help="depth that the architecture is shrunk to (default 2)")
-        p.add_argument("--set", action="append", default=[], metavar="KEY=INT", help="a field of the shrunk config")
-        p.add_argument("--plan", type=Path, metavar="PLAN.yaml")
-        for degree in ("dp", "tp", "ep", "etp"):
-            p.add_argument(f"--{degree}", type=int)
-        p.add_argument("--layout", choices=("auto", "hf"), help="who places parameters (a plan's file may say more)")
-        p.add_argument("--world", type=int, required=True, metavar="N")
-        p.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-        p.set_defaults(run=run)
+    _on_a_model(commands, "check", _check, "prove that the parallel program equals the model, after every pass, on "
+                "simulated ranks")  # fmt: skip
+    _on_a_model(commands, "explain", _explain, "print every collective of a step, where parameters lie, and what was "
+                "declined")  # fmt: skip
+    text = "predict a training step on a cluster, and write it as a trace for Chrome or Perfetto"
+    p = _on_a_model(commands, "timeline", _timeline, text)
+    p.add_argument("--cluster", required=True, metavar="NAME", help="a preset, or the path of a cluster file")
+    p.add_argument("--size", action="append", default=[], metavar="INPUT=BxS", help="local sizes (default 2x16)")
+    p.add_argument("--out", type=Path, metavar="TRACE.json", help="where to write the trace")
+    p.add_argument("--measured", type=Path, metavar="FILE", help="a recorded run (moec.record), shown beside it")
+    text = "measure this machine, and under torchrun its network, for the cost model"
+    p = commands.add_parser("calibrate", help=text, description=text)
+    p.add_argument("--out", type=Path, required=True, metavar="CLUSTER.yaml")
+    p.add_argument("--name", default="calibrated")
+    p.add_argument("--dtype", action="append", metavar="DTYPE", help="default: float32 and bfloat16")
+    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    p.set_defaults(run=_calibrate)
     text = "time the generated kernels of one block's experts on this GPU, and keep the fastest tiles"
     p = commands.add_parser("tune", help=text, description=text)
     for size in ("experts", "hidden", "width", "top-k", "tokens"):
@@ -62,6 +67,23 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--table", type=Path, metavar="TILES.json", help="default: the user's cache directory")
     p.set_defaults(run=_tune)
     return parser
+
+
+def _on_a_model(commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str) -> Any:
+    """A command that takes a model, a plan and a world."""
+    p = commands.add_parser(name, help=text, description=text)
+    p.add_argument("model", nargs="?", metavar="FILE.py:make_model")
+    p.add_argument("--hf", metavar="NAME", help="a Hugging Face architecture, or the path of a config.json")
+    p.add_argument("--layers", type=int, help="depth that the architecture is shrunk to (default 2)")
+    p.add_argument("--set", action="append", default=[], metavar="KEY=INT", help="a field of the shrunk config")
+    p.add_argument("--plan", type=Path, metavar="PLAN.yaml")
+    for degree in ("dp", "tp", "ep", "etp"):
+        p.add_argument(f"--{degree}", type=int)
+    p.add_argument("--layout", choices=("auto", "hf"), help="who places parameters (a plan's file may say more)")
+    p.add_argument("--world", type=int, required=True, metavar="N")
+    p.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    p.set_defaults(run=run)
+    return p
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -76,6 +98,42 @@ def _explain(args: argparse.Namespace) -> int:
     program = moec.compile_program(model, _plan(args), args.world, inputs, kwargs, training=model.training)
     explanation = moec.explain(program)
     print(explanation.to_json() if args.json else explanation)
+    return 0
+
+
+def _timeline(args: argparse.Namespace) -> int:
+    model, inputs, kwargs = _model(args)
+    sizes = dict(map(_size, args.size))
+    measured = moec.load_spans(args.measured) if args.measured else []
+    program = moec.compile_program(model, _plan(args), args.world, inputs, kwargs, training=True)
+    found = moec.timeline(program, args.cluster, sizes)
+    if args.out:
+        args.out.write_text(json.dumps(found.trace(measured)))
+    print(json.dumps(found.to_dict()) if args.json else found)
+    return 0
+
+
+def _size(text: str) -> tuple[str, tuple[int, ...]]:
+    path, _, size = text.partition("=")
+    try:
+        return path, tuple(map(int, size.split("x")))
+    except ValueError:
+        raise MoecError(f"--size {text} is not INPUT=BxS", where="command line") from None
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if not alone:
+        torch.distributed.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    try:
+        options = {"dtypes": tuple(args.dtype)} if args.dtype else {}
+        found = moec.calibrate(args.name, device=args.device, **options)
+        if alone or torch.distributed.get_rank() == 0:
+            args.out.write_text(found.to_yaml())
+            print(f"wrote {args.out}" + (" (no links: run it under torchrun to measure them)" if alone else ""))
+    finally:
+        if not alone:
+            torch.distributed.destroy_process_group()
     return 0
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,7 +37,8 @@ from moec.runtime.errors import MoecError
 from moec.runtime.groups import Groups
 from moec.runtime.mesh import Mesh
 from moec.runtime.reshard import RESHARDING, Resharding
-from moec.scheduled import Parameter, Runner
+from moec.runtime.torch_compat import boxed
+from moec.scheduled import Execute, Parameter, Runner
 from moec.tree import container, initial, named_tensors, unused
 
 CompileFn = Callable[[bool, tuple[Any, ...], dict[str, Any]], Program]
@@ -102,6 +103,7 @@ class ParallelModule(nn.Module):
         first = bind(self._signature, tuple(example_args), dict(example_kwargs or {}))
         self._programs: dict[str, Program] = {first.key(program.training): self._accepted(program)}
         self._runners: dict[str, Runner] = {}
+        self._execute: Execute = boxed
         self.accounts = Accounts()
         self.last_sizes: dict[str, tuple[int, ...]] = {}
         """Shapes of this rank's inputs in the last forward, by path (what ``moec.explain`` states bytes for)."""
@@ -160,7 +162,7 @@ class ParallelModule(nn.Module):
         """Run the forward and the backward graph."""
         assert program.step is not None
         if key not in self._runners:
-            self._runners[key] = Runner(program.step)
+            self._runners[key] = Runner(program.step, self._execute)
         slots = {name: self._slots[spec.name] for name, spec in program.params.items()}
         values = {n: self._enter(s.value, s.spec) for n, s in slots.items()}
         trained = {
@@ -178,6 +180,16 @@ class ParallelModule(nn.Module):
         types, mesh = {a: spec.types[a] for a in axes}, self._mesh
         shape = [n * mesh.size([a for a in axes if types[a].dim == d]) for d, n in enumerate(local.shape)]
         return shards.distribute(local, tuple(shape), types, mesh, self._groups.device_mesh[axes])
+
+    @contextmanager
+    def executed_by(self, execute: Execute) -> Iterator[None]:
+        """Inside, ``execute`` runs the graphs of plans with ``overlap`` (``moec.record``)."""
+        before = self._execute, self._runners
+        self._execute, self._runners = execute, {}
+        try:
+            yield
+        finally:
+            self._execute, self._runners = before
 
     def expert_load(self) -> dict[str, Tensor]:
         """Tokens per expert of each MoE block in the last forward, over the global batch.  Collective."""

@@ -15,13 +15,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from moec.runtime.reshard import check_version
 from moec.runtime.torch_compat import boxed
 from moec.step import Step
+
+Execute = Callable[[fx.GraphModule], Callable[[list], tuple]]
+"""Makes a function of a graph, which takes the list of its operands and empties it."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,9 @@ class Parameter:
 class Runner:
     """Runs one step's graphs.  What is compiled is kept."""
 
-    def __init__(self, step: Step) -> None:
-        self.step = step
-        self._forward, self._inference = boxed(step.forward), boxed(step.inference)
+    def __init__(self, step: Step, execute: Execute = boxed) -> None:
+        self.step, self._execute = step, execute
+        self._forward, self._inference = execute(step.forward), execute(step.inference)
         self._names = [n.name for n in step.forward.graph.find_nodes(op="placeholder")]
         self._backwards: dict[frozenset[int], tuple[Callable, list[str]]] = {}
 
@@ -62,7 +65,7 @@ class Runner:
         given = frozenset(tangents)
         if given not in self._backwards:
             graph = self.step.backward(given)
-            self._backwards[given] = boxed(graph), [n.name for n in graph.graph.find_nodes(op="placeholder")]
+            self._backwards[given] = self._execute(graph), [n.name for n in graph.graph.find_nodes(op="placeholder")]
         run, names = self._backwards[given]
         known: dict[str, Any] = saved | {f"tangent_{i}": t for i, t in tangents.items()}
         operands = [known[n] if n in known else zeros(int(n.removeprefix("tangent_"))) for n in names]

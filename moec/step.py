@@ -62,5 +62,6 @@ def named(module: fx.GraphModule, names: Mapping[str, str]) -> fx.GraphModule:
     graph.output(output)
     for node in graph.nodes:
         if node.op == "call_function" and collective(node.target):
+            node.meta["group_key"] = node.args[-1]  # for people and for the cost model
             node.args = (*node.args[:-1], names[node.args[-1]])
     return fx.GraphModule(module, graph)

@@ -1,24 +1,24 @@
 """timeline: the predicted training step of a compiled program on a cluster.
 
-1. Forward and backward are the two graphs of ``joint_graphs``, executed in their order in predicted time
-   (:func:`moec.cost.predict`).
-2. What an unscheduled program does outside of these graphs follows: parameters that were resharded after the forward
-   are gathered again (shown in front of the backward, although each is gathered when it is needed: nothing runs beside
-   it, so the step is as long), and the gradient epilogue sums its buckets, one after the other.
+1. Forward and backward are two graphs, executed in their order in predicted time (:func:`moec.cost.predict`): those
+   that run where the plan has ``overlap``, else those of ``joint_graphs``.
+2. What a program without ``overlap`` does outside of these graphs follows: parameters that were resharded after the
+   forward are gathered again (shown in front of the backward, although each is gathered when it is needed: nothing runs
+   beside it, so the step is as long), and the gradient epilogue sums its buckets, one after the other.
 
-``record`` writes what a run really did, as the same kind of spans, so that both can be shown in one trace.
+``moec.record`` writes what a run really did, as the same kind of spans, so that both can be shown in one trace.
 """
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
 import torch
+from torch import fx
 
 from moec.compiler import joint_graphs
 from moec.cost import COMPUTE, Cluster, Sizes, Span, Timeline, cluster, predict, trace, transfer
@@ -82,22 +82,49 @@ def timeline(
 
     ``on``: a cluster, a preset's name, or the path of a cluster file.  ``sizes``: *local* input sizes by path; what is
     not given is 2 sequences of 16.  Raises MoecError for a program that does not train, or a cluster without the links
-    that the plan needs."""
+    that the plan needs, and for sizes of inputs that do not exist."""
     if not program.training:
         raise MoecError("the program has no backward", where="timeline", way_out="compile the model in training mode")
     on = on if isinstance(on, Cluster) else cluster(on)
-    joint = joint_graphs(program)
-    values = Sizes.of(program, sizes, (joint.forward.graph, joint.backward.graph))
-    mesh = program.mesh
-    saved = [n for n in joint.backward.graph.nodes if n.op == "placeholder"]
-    parts = {"forward": predict(joint.forward.graph.nodes, on, mesh, values)}
-    if again := _again(program, on):
+    _check_sizes(program, sizes or {})
+    forward, backward = _graphs(program)
+    values = Sizes.of(program, sizes, (forward, backward))
+    owned = [n for n in backward.nodes if n.op == "placeholder" and n.name.removeprefix("saved_") not in program.params]
+    parts = {"forward": predict(forward.nodes, on, program.mesh, values)}
+    if again := None if program.step else _again(program, on):
         parts["gathered"] = again
-    parts["backward"] = predict(joint.backward.graph.nodes, on, mesh, values, saved)
-    if epilogue := _epilogue(program, on):
+    parts["backward"] = _beside(program, backward, predict(backward.nodes, on, program.mesh, values, owned))
+    if epilogue := None if program.step else _epilogue(program, on):
         parts["epilogue"] = epilogue
     shown = {s.path: values.shape(n.meta["val"]) for n in program.placeholders() if (s := program.inputs.get(n.name))}
     return Prediction(on.name, shown, parts)
+
+
+def _check_sizes(program: Program, sizes: Mapping[str, tuple[int, ...]]) -> None:
+    known = {spec.path: spec.ndim for spec in program.inputs.values()}
+    if wrong := {path: size for path, size in sizes.items() if len(size) != known.get(path)}:
+        raise MoecError(
+            f"no inputs have the sizes {wrong}", where="timeline", way_out=f"inputs and their dims are {known}"
+        )
+
+
+def _graphs(program: Program) -> tuple[fx.Graph, fx.Graph]:
+    """Forward and backward for the gradient of the loss (of every output, where none is a scalar)."""
+    if program.step is None:
+        joint = joint_graphs(program)
+        return joint.forward.graph, joint.backward.graph
+    step = program.step
+    outputs = step.forward.graph.output_node().args[0]
+    scalars = [i for i in step.differentiable if outputs[i].meta["val"].ndim == 0]
+    return step.forward.graph, step.backward(frozenset(scalars or step.differentiable)).graph
+
+
+def _beside(program: Program, backward: fx.Graph, found: Timeline) -> Timeline:
+    """With the memory of the parameters that the backward does not read: they are there all the same."""
+    read = {n.name.removeprefix("saved_") for n in backward.nodes if n.op == "placeholder"}
+    rest = [s for name, s in program.params.items() if name not in read]
+    held = sum(prod(local_shape(s.shape, s.types, program.mesh)) * s.dtype.itemsize for s in rest)
+    return replace(found, peak_bytes=found.peak_bytes + held)
 
 
 def _again(program: Program, on: Cluster) -> Timeline | None:
@@ -138,18 +165,3 @@ def _in_turn(jobs: list[tuple[str, str, float]]) -> Timeline | None:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:9.3f} ms"
-
-
-# ------------------------------------------------------------------------------------------- what was measured
-
-
-def save_spans(spans: Iterable[Span], path: str | Path) -> None:
-    Path(path).write_text(json.dumps({"spans": [asdict(s) for s in spans]}))
-
-
-def load_spans(path: str | Path) -> list[Span]:
-    """Raises MoecError when it is not a file of spans."""
-    try:
-        return [Span(**s) for s in json.loads(Path(path).read_text())["spans"]]
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise MoecError(f"not a recorded run: {type(e).__name__} {e}", where=str(path)) from None

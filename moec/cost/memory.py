@@ -67,12 +67,12 @@ class Storages:
     def profile(self, order: Sequence[fx.Node], kept: Collection[fx.Node] = ()) -> list[int]:
         """Bytes that are alive while each node of ``order`` runs, results included.
 
-        What ``kept`` have is alive throughout (parameters, results of the graph).  All else lives from the node that
-        makes it (a placeholder's: from the beginning) to the last one that reads it."""
+        Everything lives from the node that makes it (a placeholder's from the beginning) to the last one that reads it,
+        and what ``kept`` have (parameters, results of the graph) to the end."""
         forever = {s for n in kept for s in self._of[n]}
         left = Counter(s for n in order for s in self.read[n])
         first = [s for n in order if n.op == "placeholder" for s in self.made[n]]
-        alive = set(first) | forever
+        alive = set(first)
         total, found = sum(self.bytes[s] for s in alive), []
         for node in order:
             for s in self.made[node]:

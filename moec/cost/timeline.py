@@ -179,8 +179,8 @@ def predict(
 ) -> Timeline:
     """The nodes of a graph in their order on a cluster.
 
-    Placeholders and what the graph returns are alive throughout; of ``owned`` placeholders the graph is the only user,
-    so that their memory is free after the last use."""
+    Placeholders are alive throughout, and what the graph returns from when it is made; of ``owned`` placeholders the
+    graph is the only user, so that their memory is free after the last use."""
     order = list(nodes)
     outputs = [n for n in order if n.op == "output"]
     kept = [n for n in order if n.op == "placeholder" and n not in set(owned)] + outputs
