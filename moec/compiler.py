@@ -1,9 +1,9 @@
 """parallelize: the pipeline on one screen.
 
 capture → normalize → causal_attention → raise_moe → raise_router → configure_router (where asked for) → statistics
-→ shard → redundant → bundle → fsdp, chunk_experts, use_transformer_engine (where asked for) → fuse_router,
-fuse_experts, fuse_permute, fuse_cross_entropy (unless turned off) → lower → expand, rejoin (where layers are equal)
-→ bind to process groups → ParallelModule
+→ shard → redundant → bundle → fsdp, chunk_experts, pipeline_tp, use_transformer_engine (where asked for)
+→ fuse_router, fuse_experts, fuse_permute, fuse_cross_entropy (unless turned off) → lower → expand, rejoin (where layers
+are equal) → bind to process groups → ParallelModule
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from moec.passes.fuse_router import fuse_router
 from moec.passes.joint import JointGraphs, joint_graphs
 from moec.passes.lower import bind, group_keys, lower
 from moec.passes.normalize import normalize
+from moec.passes.pipeline_tp import pipeline_tp
 from moec.passes.raise_moe import raise_moe
 from moec.passes.raise_router import raise_router
 from moec.passes.redundant import redundant
@@ -62,7 +63,7 @@ __all__ = [
 
 PIPELINE: tuple[Pass, ...] = (
     normalize, causal_attention, raise_moe, raise_router, configure_router, statistics, shard, redundant, bundle, fsdp,
-    units, chunk_experts, cast_fp8, use_transformer_engine, fuse_router, fuse_experts, fuse_permute,
+    units, chunk_experts, pipeline_tp, cast_fp8, use_transformer_engine, fuse_router, fuse_experts, fuse_permute,
     fuse_cross_entropy, lower,
 )  # fmt: skip
 

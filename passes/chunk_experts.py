@@ -26,8 +26,8 @@ import sympy
 import torch
 from torch import fx
 
-from moec.passes.chunks.region import Layout, Region, find
-from moec.passes.chunks.rewrite import write
+from moec.passes.chunks.apply import Groups, chunk
+from moec.passes.chunks.region import Layout
 from moec.passes.chunks.rows import lead
 from moec.passes.contract import Pass, PassContract
 from moec.plan import Plan
@@ -38,41 +38,14 @@ from moec.runtime.torch_compat import expr
 PERMUTES = ("moec.permute", "moec.permute_kept", "moec.slots")
 STAY = (torch.ops.aten.reshape.default, torch.ops.moec.i_to_r.default)
 """Ops on the way to a permute that leave tokens where they are."""
-MIXED = "its tokens and their weights lie differently on the ranks"
-Key = tuple[sympy.Expr, Layout]
 
 
 def _run(program: Program, plan: Plan) -> Program:
-    groups: dict[Key, list[frozenset[fx.Node]]] = defaultdict(list)
+    groups: Groups = defaultdict(list)
     for block in _blocks(program):  # 1
         groups[_tokens_of(block)].append(block)
-    for (tokens, base), blocks in groups.items():
-        while blocks:
-            region = Region(program, tokens, base, frozenset().union(*blocks))
-            whole = find(region)  # 2
-            stuck = [b for b in blocks if b & region.stops.keys() or not _of_one_history(region, b)]
-            if whole and not stuck:
-                write(region, chunks_of(plan))  # 3
-                program.why_not += dict.fromkeys(
-                    f"{_at(n)}: chunks of tokens end at {op_name(n)}: {why}" for n, why in region.stops.items()
-                )
-                break
-            stuck = stuck or blocks
-            for block in stuck:  # 4
-                why = next((f"{op_name(n)}: {region.stops[n]}" for n in region.stops if n in block), MIXED)
-                where = next((_at(n) for n in block if _at(n)), "")
-                program.why_not.append(f"{where}: experts are computed in one chunk: {why}")
-            blocks = [b for b in blocks if b not in stuck]
+    chunk(program, groups, chunks_of(plan), declined="experts are computed in one chunk")  # 2 to 4
     return program
-
-
-def _of_one_history(region: Region, block: frozenset[fx.Node]) -> bool:
-    """Are all tokens that the block makes rows of, and makes of rows, those of the same chunks?"""
-    found = set()
-    for node in block & region.history.keys():
-        roles = region.rows.of(node)
-        found |= {region.history.get(o, region.entries.get(o)) for o in roles.tokens}
-    return len(found) <= 1
 
 
 def chunks_of(plan: Plan) -> int:
@@ -106,7 +79,7 @@ def _ragged(node: fx.Node) -> bool:
     return node.op == "call_function" and any(t.kind == "V" for ts in each for t in ts.values())
 
 
-def _tokens_of(block: frozenset[fx.Node]) -> Key:
+def _tokens_of(block: frozenset[fx.Node]) -> tuple[sympy.Expr, Layout]:
     """The number of tokens of a block, and how they lie on the ranks before they are dealt to experts."""
     permute = next(n for n in next(iter(block)).graph.nodes if n in block and op_name(n) in PERMUTES)
     x = node = permute.args[0]
@@ -123,10 +96,6 @@ def _deals(node: fx.Node) -> bool:
     return op_name(node) == "moec.pad_rows" or (
         entry is not None and entry.kind in CONVERSIONS and entry.source != "P"
     )
-
-
-def _at(node: fx.Node) -> str:
-    return node.meta.get("where", "")
 
 
 CONTRACT = PassContract(

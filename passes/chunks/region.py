@@ -62,6 +62,8 @@ class Region:
     """The recorded number of tokens."""
     base: Layout
     seeds: frozenset[fx.Node]
+    experts: bool = True
+    """Whether what the routing deals out may be in it."""
     history: dict[fx.Node, History] = field(default_factory=dict)
     """Every node of the region; of a value that is no tokens, ()."""
     entries: dict[fx.Node, History] = field(default_factory=dict)
@@ -73,7 +75,7 @@ class Region:
     stops: dict[fx.Node, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.rows = Rows(self.program, self.tokens)
+        self.rows = Rows(self.program, self.tokens, self.experts)
 
     def __contains__(self, node: object) -> bool:
         return node in self.history
@@ -247,7 +249,7 @@ def _joinable(region: Region, members: set[fx.Node]) -> set[fx.Node]:
             why = "its result lies on the ranks in another way than the tokens before the region"
         elif node not in region.seeds and all(u in joined for u in inside):
             joined[node] = set().union({node} if outside else (), *(joined[u] for u in inside))
-            if found.results[0] == TOKENS and found.tokens and _widens(region, node, joined[node]):
+            if found.results == (TOKENS,) and found.tokens and _widens(region, node, joined[node]):
                 why = f"what would be joined behind it is more than {WIDER} times what it reads"
         if why is not None:
             region.stops[node] = why

@@ -34,6 +34,7 @@ DISPATCH = (
     "moec.pad_rows", "moec.take_rows", "moec.own_ids",
 )  # fmt: skip
 """Ops that take tokens one by one, whatever shard of them a rank has."""
+CHUNKED = ("moec.split_tokens", "moec.join_tokens")
 SIZED = ("aten.reshape", "aten.expand", "moec.take_rows", "moec.slots", "moec.place_rows")
 """Ops that are given sizes, and for which the rewrite knows those of a chunk."""
 
@@ -59,10 +60,11 @@ def lead(val: Any, tokens: sympy.Expr) -> int:
 
 
 class Rows:
-    """Says how nodes of ``program`` go with chunks of ``tokens`` tokens (the recorded, global number)."""
+    """Says how nodes of ``program`` go with chunks of ``tokens`` tokens (the recorded, global number); without
+    ``experts``, what the routing deals out does not."""
 
-    def __init__(self, program: Program, tokens: sympy.Expr) -> None:
-        self.program, self.tokens = program, tokens
+    def __init__(self, program: Program, tokens: sympy.Expr, experts: bool = True) -> None:
+        self.program, self.tokens, self.experts = program, tokens, experts
         self._known: dict[fx.Node, Roles | str] = {}
 
     def kind(self, node: fx.Node) -> str:
@@ -102,6 +104,10 @@ class Rows:
             return Roles((NUMBER,), (), ragged) if ragged else "it takes the number of tokens"
         found = Roles(tuple(self._kind(v, t) for v, t in zip(vals, types, strict=True)), chunked, ragged)
         entry, name = collective(node.target), op_name(node)
+        if name in CHUNKED:
+            return "tokens are in chunks there already"
+        if not self.experts and (ROWS in (*found.results, *(self.kind(o) for o in ops)) or name in DISPATCH):
+            return "it belongs to experts"
         if entry is not None or is_wait(node.target) or ragged or name in DISPATCH:
             return found if SHARED not in found.results else "a result is neither tokens nor rows"
         if is_creation(node) or name == "moec.boundary":
