@@ -30,6 +30,7 @@ from moec.passes.chunks.apply import Groups, chunk
 from moec.passes.chunks.region import Layout
 from moec.passes.chunks.rows import lead
 from moec.passes.contract import Pass, PassContract
+from moec.passes.shard.dispatch import Static, chosen
 from moec.plan import Plan
 from moec.program import Program, op_name
 from moec.runtime.collectives import CONVERSIONS, collective, is_wait
@@ -44,13 +45,18 @@ def _run(program: Program, plan: Plan) -> Program:
     groups: Groups = defaultdict(list)
     for block in _blocks(program):  # 1
         groups[_tokens_of(block)].append(block)
-    chunk(program, groups, chunks_of(plan), declined="experts are computed in one chunk")  # 2 to 4
+    if (count := chunks_of(plan)) > 1:
+        chunk(program, groups, count, declined="experts are computed in one chunk")  # 2 to 4
     return program
 
 
 def chunks_of(plan: Plan) -> int:
+    """``auto`` is a rule, no estimate: 4 chunks, of which three can travel beside another's computation; 1 where every
+    chunk has slots for a whole capacity, so that chunks move several times as much."""
     assert plan.overlap is not None
-    return 4 if plan.overlap.chunks == "auto" else plan.overlap.chunks
+    if plan.overlap.chunks != "auto":
+        return plan.overlap.chunks
+    return 1 if chosen(plan) is Static else 4
 
 
 def _blocks(program: Program) -> list[frozenset[fx.Node]]:

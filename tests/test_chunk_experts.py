@@ -95,6 +95,14 @@ def test_one_chunk_is_no_pass() -> None:
     assert "chunk_experts" not in dict(compile_stages(captured(SHAPE), Plan(2, 2, 1, 2, overlap=Overlap(chunks=4))))
 
 
+def test_auto() -> None:
+    program = compiled(6, 3, Plan(6, 1, 6, 1, overlap=Overlap(chunks="auto")), 6)
+    assert sum(exchanges(program).values()) == 4 * 3  # counts, rows there and back
+    spec = RouteSpec(6, 3, capacity_factor=1.0)
+    static = compiled(6, 3, Plan(6, 1, 6, 1, dispatch="static", overlap=Overlap(chunks="auto")), 6, spec)
+    assert sum(exchanges(static).values()) == 2
+
+
 CASES = [((6, 3), (6, 1, 6, 1, 2)), ((8, 4), (4, 2, 4, 2, 4)), ((6, 6), (2, 1, 2, 1, 1)), ((8, 8), (1, 8, 8, 1, 4))]
 NAMES = ("alltoall", "allgather", "dedup", "hierarchical")
 

@@ -46,4 +46,4 @@ def chosen(plan: Plan) -> type[Dispatcher]:
     return Static if per_rank else AllToAll
 
 
-__all__ = ["DISPATCHERS", "Dispatcher", "chosen"]
+__all__ = ["DISPATCHERS", "Dispatcher", "Static", "chosen"]
