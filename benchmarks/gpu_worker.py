@@ -69,7 +69,7 @@ class Worker:
         checks = [f"check/{c.name}/{d}" for c in cases for d in c.dtypes]
         times = []
         for name in self.shapes:
-            times += [f"experts/{name}/{who}" for who in ("moec", "hf")]
+            times += [f"experts/{name}/{who}" for who in ("moec", "hf", *FP8)]
         times += [f"{what}/{name}" for name in self.shapes for what in ("router", "permute", "unpermute")]
         times += [f"experts/{name}/inductor" for name in self.shapes]
         return ["ceilings", *checks, *times]
@@ -153,7 +153,7 @@ class Worker:
     def experts(self, shape: tuple[int, ...], who: str) -> dict[str, Any]:
         E, H, I, K, T = shape  # noqa: E741
         weights, ids = self.routing(shape)
-        dtype = self.dtype if who == "moec" else torch.bfloat16  # all that Inductor takes
+        dtype = self.dtype if who in ("moec", *FP8) else torch.bfloat16  # all that Inductor takes
         x = self.draw(T, H).to(dtype)
         gate_up = self.draw(E, 2 * I, H, scale=H**-0.5).to(dtype)
         down = self.draw(E, H, I, scale=I**-0.5).to(dtype)
@@ -167,8 +167,11 @@ class Worker:
         def hf() -> Any:
             return hf_experts(x, ids, weights, gate_up, down)
 
+        def fp8() -> Any:
+            return fp8_experts(x, ids, weights, gate_up, down, who)
+
         compiled = torch.compile(hf, dynamic=False, backend="aot_eager" if self.dry else "inductor")
-        fn = {"moec": moec, "hf": hf, "inductor": compiled}[who]
+        fn = {"moec": moec, "hf": hf, "inductor": compiled}.get(who, fp8)
         with self.kernels(["experts"]):
             with torch.no_grad():
                 forward = self.median(fn)
@@ -232,6 +235,20 @@ class Worker:
                 if not self.dry:
                     torch.cuda.empty_cache()
             print(json.dumps({"item": item} | result), flush=True)
+
+
+def fp8_experts(x: Any, ids: Any, weights: Any, gate_up: Any, down: Any, recipe: str) -> Any:
+    """The experts as ``cast_fp8`` writes them, beside ``moec`` in bf16."""
+    ops, alignment = torch.ops.moec, {"blockwise": 128, "mxfp8": 32}.get(recipe, 16)
+    rows, _, counts, row_of = ops.permute_aligned(x, ids, gate_up.shape[0], alignment, "none")
+
+    def product(rows: Any, weight: Any) -> Any:
+        a = ops.quantise(rows, None, None, counts, recipe, "rows", True)
+        b = ops.quantise(weight.transpose(1, 2), None, None, None, recipe, "stack", True)
+        return ops.fp8_grouped_mm(a[0], b[0], counts, *a[1:3], *b[1:3], *a[3:], *b[3:], None, recipe, False)[0]
+
+    gate, up = product(rows, gate_up).chunk(2, 1)
+    return ops.unpermute(product(torch.nn.functional.silu(gate) * up, down), weights, row_of)
 
 
 def hf_experts(x: Any, ids: Any, weights: Any, gate_up: Any, down: Any) -> Any:

@@ -58,18 +58,21 @@ def permute(x_ptr, row_of_ptr, named_ptr, rows_ptr, scales_ptr, num_tokens, num_
 
 ROW = """
 wide = x.to(tl.float32)
-largest = tl.max(tl.abs(wide), 0)
-scale = tl.where(largest > 0.0, tl.div_rn(largest, <largest>), 1.0)
-x = tl.clamp(tl.div_rn(wide, scale), -<largest>, <largest>).to(tl.float8e4nv)
+finite = tl.abs(wide) < float("inf")
+largest = tl.max(tl.where(finite, tl.abs(wide), 0.0), 0)
+scale = tl.where(largest > 0.0, tl.maximum(tl.div_rn(largest, <largest>), 1.1754943508222875e-38), 1.0)
+x = tl.clamp(tl.div_rn(wide, scale), -<largest>, <largest>)
+x = tl.where(finite, x, float("nan")).to(tl.float8e4nv)
 """
 BLOCKS = """
 wide = tl.reshape(x.to(tl.float32), (<blocks_pad>, <block>))
-largest = tl.max(tl.abs(wide), 1)
+finite = tl.abs(wide) < float("inf")
+largest = tl.max(tl.where(finite, tl.abs(wide), 0.0), 1)
 bits = largest.to(tl.int32, bitcast=True)  # <largest> is 1.75 times 2 to the 8
 exponent = tl.maximum((bits >> 23) - 135 + tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0), -126)
 scale = tl.where(largest > 0.0, ((exponent + 127) << 23).to(tl.float32, bitcast=True), 1.0)
-x = tl.clamp(tl.div_rn(wide, scale[:, None]), -<largest>, <largest>).to(tl.float8e4nv)
-x = tl.reshape(x, (<columns_pad>,))
+x = tl.clamp(tl.div_rn(wide, scale[:, None]), -<largest>, <largest>)
+x = tl.reshape(tl.where(finite, x, float("nan")).to(tl.float8e4nv), (<columns_pad>,))
 scaled = tl.arange(0, <blocks_pad>)
 """
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from ..fp8 import Recipe
 from ..route_spec import RouteSpec
-from . import permute, router, router_backward, softmax_rows, unpermute, unpermute_backward
+from . import permute, quantise, router, router_backward, softmax_rows, unpermute, unpermute_backward
 from .entry import Entry
 from .router import Router
 
@@ -32,7 +33,7 @@ BF16 = torch.bfloat16
 
 def entries(arch: str) -> list[Entry]:
     """``arch`` decides about one thing: float8_e4m3fn is not what gfx942 computes with."""
-    return [*_routers(), *_rows(arch), *_logits()]
+    return [*_routers(), *_rows(arch), *_logits(), *(_quantised() if arch != "gfx942" else [])]
 
 
 def _routers() -> list[Entry]:
@@ -89,6 +90,25 @@ def _rows(arch: str) -> list[Entry]:
         found.append(
             Entry(f"unpermute_backward {name}", source, "unpermute_backward", arguments, warps=warps, nightly=nightly)
         )
+    return found
+
+
+def _quantised() -> list[Entry]:
+    found = []
+    sizes = tuple((name, "i32:16") for name in ("rows", "columns")) + (("row_tiles", "i32"), ("column_tiles", "i32"))
+    for name in ("blockwise", "mxfp8"):
+        recipe = Recipe.parse(name)
+        scale = "*u8:16" if recipe.scales == "e8m0" else "*fp32:16"
+        for role, masked in (("rows", True), ("weight", False), ("stack", False)):
+            real = (("real_ptr", "*u8:16"),) if masked else ()
+            arguments = (
+                ("x_ptr", "*bf16:16"), *real, ("q_ptr", "*fp8e4nv:16"), ("scale_ptr", scale),
+                ("qt_ptr", "*fp8e4nv:16"), ("scalet_ptr", scale), *sizes,
+            )  # fmt: skip
+            source = quantise.source(recipe, role, BF16, True, masked)
+            warps = quantise.warps(recipe)
+            nightly = (name, role) != ("blockwise", "rows")
+            found.append(Entry(f"quantise {name} {role}", source, "quantise", arguments, warps=warps, nightly=nightly))
     return found
 
 

@@ -9,9 +9,8 @@ Legend: T tokens, K choices per token, H hidden, E experts, a alignment, N rows,
   which the last ones may be zeros.  ``counts_E`` are those of real rows, ``row_of_TK`` says where a pair's row lies.
 * N = floor((T·K + E·(a − 1)) / a) · a, the most that can be needed: sizes do not depend on the routing.
 * ``quantise``: ``none``: rows in x's dtype, Q = 0.  Else rows are float8_e4m3fn, clamped to ±448, and ``row · scale``
-  is the value: ``row``: Q = 1, scale = the largest magnitude of the row / 448; ``block``: Q = ceil(H / 128), the
-  smallest power of two with which the largest magnitude of 128 columns stays within 448.  Of nothing but zeros the
-  scale is 1.  Scales are fp32.
+  is the value: ``row``: Q = 1, as the recipe ``rowwise`` has it; ``block``: Q = ceil(H / 128), as ``blockwise``
+  (``runtime/fp8/recipes.py``).  Scales are fp32.
 * Backward: ``permute_backward``, for rows that are not quantised; what is quantised has no gradient.
 """
 
@@ -21,9 +20,11 @@ import torch
 from torch import Tensor
 
 from ..errors import MoecError
+from ..fp8 import Recipe, quantised as by_recipe
 from .permute import permute_backward, sorted_pairs
 
 QUANTISE = ("none", "row", "block")
+RECIPE_OF = {"row": "rowwise", "block": "blockwise"}
 BLOCK, LARGEST = 128, 448.0
 
 
@@ -93,19 +94,7 @@ def starts(counts_E: Tensor, alignment: int) -> Tensor:
 
 def quantised(x_NH: Tensor, quantise: str) -> tuple[Tensor, Tensor]:
     """Rows in float8_e4m3fn, and scales."""
-    (N, H), x_NH = x_NH.shape, x_NH.float()
-    if quantise == "row":
-        amax_N1 = x_NH.abs().amax(1, keepdim=True) if H else x_NH.new_zeros((N, 1))
-        scales_NQ = torch.where(amax_N1 > 0, amax_N1 / LARGEST, 1.0)
-        return (x_NH / scales_NQ).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scales_NQ
-    Q = num_scales(H, "block")
-    x_NQB = torch.nn.functional.pad(x_NH, (0, Q * BLOCK - H)).view(N, Q, BLOCK)
-    amax_NQ = x_NQB.abs().amax(2)
-    mantissa_NQ, exponent_NQ = torch.frexp(amax_NQ)  # amax = mantissa · 2^exponent, and 448 = 0.875 · 2^9
-    exponent_NQ = (exponent_NQ - 9 + (mantissa_NQ > 0.875)).clamp(min=-126)
-    scales_NQ = torch.where(amax_NQ > 0, torch.ldexp(torch.ones_like(amax_NQ), exponent_NQ), 1.0)
-    q_NQB = (x_NQB / scales_NQ[..., None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-    return q_NQB.view(N, Q * BLOCK)[:, :H].contiguous(), scales_NQ
+    return by_recipe(x_NH, Recipe.parse(RECIPE_OF[quantise]), "rows", False)
 
 
 def _setup(ctx, inputs, output) -> None:

@@ -83,16 +83,15 @@ def _no_gradient(ctx, inputs, output) -> None:
 amax.register_autograd(_none, setup_context=_no_gradient)
 
 
-@torch.library.custom_op("moec::quantise", mutates_args=(), device_types=DEVICES)
-def quantise(
+def on_any_device(
     x: Tensor, amax: Tensor | None, amax_T: Tensor | None, counts_E: Tensor | None, recipe: str, role: str, both: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     found = Recipe.parse(recipe)
     real = _of_experts(x, counts_E, found)
-    made: list[Tensor] = [_carrier(x)]
+    made: list[Tensor] = [carrier(x)]
     for transposed, given in ((False, amax), (True, amax_T)):
         if transposed and not both:
-            made += _nothing(x, found, role)
+            made += nothing(x, found, role)
             continue
         shape = scale_shape(x, found, role, transposed)
         if given is not None and list(given.shape) != shape:
@@ -103,15 +102,22 @@ def quantise(
             )
         q, scale = quantised(as_matrix(real, role, transposed or len(shape) < x.ndim), found, role, transposed, given)
         made += [q if transposed else q.view(x.shape), scale]
-    carrier, q, scale, q_T, scale_T = made
-    return carrier, q, scale, q_T, scale_T
+    like_x, q, scale, q_T, scale_T = made
+    return like_x, q, scale, q_T, scale_T
 
 
-def _carrier(x: Tensor) -> Tensor:
+@torch.library.custom_op("moec::quantise", mutates_args=(), device_types="cpu")
+def quantise(
+    x: Tensor, amax: Tensor | None, amax_T: Tensor | None, counts_E: Tensor | None, recipe: str, role: str, both: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return on_any_device(x, amax, amax_T, counts_E, recipe, role, both)
+
+
+def carrier(x: Tensor) -> Tensor:
     return x.new_zeros(()).expand(x.shape)
 
 
-def _nothing(x: Tensor, recipe: Recipe, role: str) -> list[Tensor]:
+def nothing(x: Tensor, recipe: Recipe, role: str) -> list[Tensor]:
     scale = E8M0 if recipe.scales == "e8m0" else torch.float32
     return [x.new_empty((0,), dtype=recipe.format(role)), x.new_empty((0,), dtype=scale)]
 
@@ -122,7 +128,7 @@ def _(x, amax, amax_T, counts_E, recipe, role, both):
     made = []
     for transposed in (False, True):
         if transposed and not both:
-            made += _nothing(x, found, role)
+            made += nothing(x, found, role)
             continue
         q = x if role in ("weight", "stack") or not transposed else as_matrix(x, role, True)
         order = list(range(q.ndim))
@@ -133,7 +139,7 @@ def _(x, amax, amax_T, counts_E, recipe, role, both):
             torch.empty_permuted(q.shape, order, dtype=found.format(role), device=x.device),
             x.new_empty(scale_shape(x, found, role, transposed), dtype=scale),
         ]
-    return _carrier(x), *made
+    return carrier(x), *made
 
 
 def _setup(ctx, inputs, output) -> None:

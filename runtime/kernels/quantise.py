@@ -1,0 +1,156 @@
+"""Quantise on a GPU by the recipes of tiles (blockwise, mxfp8): a matrix is read once, both layouts are written.
+
+Legend: L leading dims as one (experts), R rows, C columns, B the recipe's block.
+
+A program has B x B elements, which are whole tiles of every kind (1 x B, B x 1, B x B): nothing is read twice and no
+program waits for another one.  Scales are powers of two, so a quotient is exact and every number is that of the CPU op.
+Recipes whose scales depend on whole dims are ordinary torch code on any device.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..fp8 import Recipe
+from ..fp8.recipes import E8M0, Tile
+from ..fp8.tiles import num_tiles
+from ..ops import quantise as op
+from ..ops.align_rows import real_rows
+from .expressions import TRITON
+from .source import load
+from .template import fill
+
+TEMPLATE = '''"""Quantise <what> of <dtype>, in tiles of <block>."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def quantise(<pointers>, rows, columns, row_tiles, column_tiles):
+    place = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64) * <block> + tl.arange(0, <block>)
+    column = tl.program_id(0).to(tl.int64) * <block> + tl.arange(0, <block>)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    x = tl.load(x_ptr + (place * rows + row[:, None]) * columns + column[None, :], mask=inside, other=0.0)
+    x = x.to(tl.float32)
+    <real_rows>
+    size = tl.abs(x)
+    finite = size < float("inf")
+    size = tl.where(finite, size, 0.0)
+    <layouts>
+'''
+
+LAYOUT = """
+largest = <largest>
+bits = largest.to(tl.int32, bitcast=True)  # 448 is 1.75 times 2 to the 8
+exponent = tl.maximum((bits >> 23) - 135 + tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0), -126)
+exponent = tl.where(largest > 0.0, exponent, 0)
+scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+q = tl.clamp(tl.div_rn(x, <spread>), -448.0, 448.0)
+q = tl.where(finite, q, float("nan")).to(tl.float8e4nv)
+tl.store(<q>_ptr + <at>, q, mask=inside)
+tl.store(<s>_ptr + <scale_at>, <stored><scale_mask>)
+"""
+KINDS = {
+    "row": ("tl.max(size, 1)", "scale[:, None]",
+            "(place * rows + row) * column_tiles + tl.program_id(0)", ", mask=row < rows"),
+    "column": ("tl.max(size, 0)", "scale[None, :]",
+               "(place * row_tiles + tl.program_id(1)) * columns + column", ", mask=column < columns"),
+    "square": ("tl.max(tl.max(size, 1), 0)", "scale",
+               "(place * row_tiles + tl.program_id(1)) * column_tiles + tl.program_id(0)", ""),
+}  # fmt: skip
+AT = {
+    -1: "(place * rows + row[:, None]) * columns + column[None, :]",
+    -2: "(place * columns + column[None, :]) * rows + row[:, None]",
+}
+"""Where elements lie in memory that is contiguous along a dim."""
+
+
+def kind(tile: Tile) -> str:
+    return "square" if tile[0] == tile[1] else "row" if tile[0] == 1 else "column"
+
+
+@cache
+def source(recipe: Recipe, role: str, dtype: torch.dtype, both: bool, masked: bool) -> str:
+    """The text of the kernel, for a matrix in memory row by row."""
+    stored = "(exponent + 127).to(tl.uint8)" if recipe.scales == "e8m0" else "scale"
+    layouts: list[str] = []
+    pointers = ["x_ptr", *(["real_ptr"] if masked else []), "q_ptr", "scale_ptr"]
+    for transposed in (False, True) if both else (False,):
+        largest, spread, scale_at, mask = KINDS[kind(recipe.tile(role, transposed))]
+        along = -2 if transposed != (role == "stack") else -1
+        values = {
+            "largest": largest, "spread": spread, "at": AT[along], "scale_at": scale_at, "scale_mask": mask,
+            "stored": stored, "q": "qt" if transposed else "q", "s": "scalet" if transposed else "scale",
+        }  # fmt: skip
+        layouts += fill(LAYOUT.strip(), **values).splitlines()
+        pointers += ["qt_ptr", "scalet_ptr"] if transposed else []
+    real = ["real = tl.load(real_ptr + row, mask=row < rows, other=0) != 0", "x = tl.where(real[:, None], x, 0.0)"]
+    return fill(
+        TEMPLATE, what=f"{recipe.name} {role}{', both layouts' if both else ''}", dtype=TRITON[dtype],
+        block=recipe.block, pointers=", ".join(pointers), real_rows=real if masked else [], layouts=layouts,
+    )  # fmt: skip
+
+
+@cache
+def kernel(recipe: Recipe, role: str, dtype: torch.dtype, both: bool, masked: bool) -> Any:
+    return load(source(recipe, role, dtype, both, masked), "quantise").quantise
+
+
+def warps(recipe: Recipe) -> int:
+    return 8 if recipe.block >= 128 else 1
+
+
+def launch(x: Tensor, real_R: Tensor | None, recipe: Recipe, role: str, both: bool) -> list[Tensor]:
+    """``[q, scale, q_T, scale_T]`` of ``x [L, R, C]``, without the last two if not ``both``; role ``rows`` or ``grad``: L is 1."""
+    x = x.contiguous()
+    L, R, C = x.shape
+    scales = torch.uint8 if recipe.scales == "e8m0" else torch.float32
+    made: list[Tensor] = []
+    for transposed in (False, True) if both else (False,):
+        tile = recipe.tile(role, transposed)
+        shape = (L, *(n if s == 1 else num_tiles(n, s) for n, s in zip((R, C), tile, strict=True)))
+        order = (0, 2, 1) if transposed != (role == "stack") else (0, 1, 2)
+        made.append(torch.empty_permuted((L, R, C), order, dtype=recipe.format(role), device=x.device))
+        made.append(torch.empty(shape, dtype=scales, device=x.device))
+    if x.numel():
+        tiles = num_tiles(R, recipe.block), num_tiles(C, recipe.block)
+        real = [] if real_R is None else [real_R.to(torch.uint8)]
+        kernel(recipe, role, x.dtype, both, real_R is not None)[tiles[1], tiles[0], L](
+            x, *real, *made, R, C, *tiles, num_warps=warps(recipe)
+        )
+    return [t.view(E8M0) if t.dtype == torch.uint8 else t for t in made]
+
+
+def quantise(
+    x: Tensor, amax: Tensor | None, amax_T: Tensor | None, counts_E: Tensor | None, recipe: str, role: str, both: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``moec::quantise``."""
+    found = Recipe.parse(recipe)
+    if found.reads_whole or not (x.dtype in TRITON and x.dtype.itemsize <= 4):
+        return op.on_any_device(x, amax, amax_T, counts_E, recipe, role, both)
+    real_N = None if counts_E is None else real_rows(counts_E, x.shape[0], found.alignment, "quantise")
+    if role == "stack" and x.stride(-2) == 1 and x.stride(-1) != 1:  # [E, M, K] in memory: a stack of weights [M, K]
+        made = [t.transpose(1, 2) for t in launch(x.transpose(1, 2), None, found, "weight", both)]
+        made = [t if i % 2 == 0 else _contiguous(t) for i, t in enumerate(made)]
+    else:
+        matrix = x if role == "stack" else x.reshape(1, -1, x.shape[-1])
+        made = launch(matrix, real_N, found, role, both)
+        if role != "stack":
+            made = [t[0] for t in made]
+            made[:2] = [made[0].view(x.shape), made[1].view(op.scale_shape(x, found, role, False))]
+    made += op.nothing(x, found, role) if not both else []
+    q, scale, q_T, scale_T = made
+    return op.carrier(x), q, scale, q_T, scale_T
+
+
+def _contiguous(scale: Tensor) -> Tensor:
+    return scale.view(torch.uint8).contiguous().view(scale.dtype) if scale.dtype == E8M0 else scale.contiguous()
+
+
+op.quantise.register_kernel("cuda")(quantise)

@@ -1,0 +1,67 @@
+"""The generated kernel that quantises, interpreted, against the CPU op: to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from interpreter import repaired
+from test_fp8_recipes import KINDS, drawn
+
+from moec.runtime.fp8 import Recipe
+from moec.runtime.kernels import quantise
+
+ops = torch.ops.moec
+SOME = settings(max_examples=settings.default.max_examples // 4)
+NAMES = ("carrier", "q", "scale", "q_T", "scale_T")
+
+
+def same(got, want) -> None:
+    for name, a, b in zip(NAMES, got, want, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape, name
+        assert a.stride() == b.stride() or min(a.shape) <= 1, name
+        assert torch.equal(a.float(), b.float()) or torch.equal(a.float().nan_to_num(7), b.float().nan_to_num(7)), name
+        assert torch.equal(a.float().isnan(), b.float().isnan()), name
+
+
+@SOME
+@given(st.sampled_from(["blockwise", "mxfp8"]), st.sampled_from(["rows", "grad", "weight", "stack", "stack stored"]),
+       st.sampled_from(KINDS), st.sampled_from([1, 33, 150]), st.sampled_from([1, 40, 129]), st.booleans(),
+       st.sampled_from([torch.float32, torch.bfloat16]))  # fmt: skip
+def test_it_is_the_cpu_op_to_the_bit(recipe, role, kind, rows, columns, both, dtype):
+    x = drawn(kind, (rows, columns), rows + columns).to(dtype)
+    if role.startswith("stack"):
+        x = torch.stack([x, drawn("random", (rows, columns), 1).to(dtype)])
+        x = x.transpose(1, 2).contiguous().transpose(1, 2) if role == "stack stored" else x
+    args = (x, None, None, None, recipe, role.split()[0], both)
+    with repaired():
+        got = quantise.quantise(*args)
+    same(got, ops.quantise(*args))
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_rows_of_experts(recipe):
+    counts = torch.tensor([3, 0, 70])
+    alignment = Recipe.parse(recipe).alignment
+    x = ops.align_rows(torch.randn(80, 50), counts, alignment)
+    x[3:alignment] = torch.nan  # nobody's
+    args = (x, None, None, counts, recipe, "rows", True)
+    with repaired():
+        got = quantise.quantise(*args)
+    same(got, ops.quantise(*args))
+    three = (torch.randn(2, 35, 40), None, None, None, recipe, "rows", True)
+    with repaired():
+        got = quantise.quantise(*three)
+    same(got, ops.quantise(*three))
+
+
+def test_a_matrix_is_read_once():
+    """Bytes: x once, both layouts and their scales once."""
+    x = torch.randn(256, 128).bfloat16()
+    with repaired() as traffic:
+        _, *made = quantise.quantise(x, None, None, None, "blockwise", "rows", True)
+    assert sum(traffic.unique_bytes()) == x.nbytes + sum(t.nbytes for t in made)
