@@ -28,6 +28,7 @@ SHAPES = {
     "qwen3_moe 4096": (128, 2048, 768, 8, 4096),
 }
 TINY = {"tiny": (5, 32, 16, 2, 24)}
+FP8 = ("rowwise", "blockwise", "mxfp8")
 
 
 def import_runtime() -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from moec.check import _relative
 from moec.runtime.errors import MoecError
 from moec.runtime.fp8 import RECIPES, Recipe
+from moec.runtime.kernels import scaled_mm
 
 ops = torch.ops.moec
 NOW = [name for name in RECIPES if name != "delayed"]
@@ -216,6 +217,32 @@ def test_a_transposed_scale_is_seen():
     limit = bound(x.double(), w.double().t(), *q)
     exact = x.double() @ w.double().t()
     assert ((want - exact).abs() <= limit).all() and not ((y - exact).abs() <= limit).all()
+
+
+@pytest.mark.parametrize("recipe", ["current", "rowwise"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_tensor_cores_compute_is_the_same(monkeypatch, recipe, dtype):
+    """torch's scaled product, which a GPU would run, in the layouts that each of the three products gives it."""
+    monkeypatch.setattr(scaled_mm, "here", lambda a: True)
+    calls = []
+    product = scaled_mm.product
+    monkeypatch.setattr(scaled_mm, "product", lambda *a: calls.append(a) or product(*a))
+    x, w, g = (torch.randn(s).to(dtype) for s in ((2, 16, 48), (64, 48), (2, 16, 64)))
+    a = ops.quantise(x, None, None, None, recipe, "rows", True)
+    b = ops.quantise(w, None, None, None, recipe, "weight", True)
+    c = ops.quantise(g, None, None, None, recipe, "grad", True)
+    args = (a[0], b[0], *a[1:3], *b[1:3], *a[3:], *b[3:], None, recipe, False)
+    for got, want in (
+        (scaled_mm.forward(*args)[0], ops.fp8_linear(*args)[0]),
+        (scaled_mm.dgrad(*c[1:3], *b[3:], recipe, dtype), ops.fp8_dgrad(*c[1:3], *b[3:], recipe, dtype)),
+        (scaled_mm.wgrad(*c[3:], *a[3:], recipe, dtype), ops.fp8_wgrad(*c[3:], *a[3:], recipe, dtype)),
+    ):
+        assert got.shape == want.shape and got.dtype == want.dtype
+        torch.testing.assert_close(got, want, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
+    assert len(calls) == (0 if (recipe, dtype) == ("rowwise", torch.float32) else 3)
+    odd = ops.quantise(torch.randn(5, 40).to(dtype), None, None, None, recipe, "rows", True)
+    assert not scaled_mm.fits(odd[1], torch.empty(7, 40), Recipe.parse(recipe), dtype)
+    assert not scaled_mm.fits(odd[1], odd[1], Recipe.parse("mxfp8"), dtype)
 
 
 def test_operands_that_do_not_fit_are_refused():

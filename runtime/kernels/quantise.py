@@ -103,11 +103,12 @@ def kernel(recipe: Recipe, role: str, dtype: torch.dtype, both: bool, masked: bo
 
 
 def warps(recipe: Recipe) -> int:
-    return 8 if recipe.block >= 128 else 1
+    return 16 if recipe.block >= 128 else 1
 
 
 def launch(x: Tensor, real_R: Tensor | None, recipe: Recipe, role: str, both: bool) -> list[Tensor]:
-    """``[q, scale, q_T, scale_T]`` of ``x [L, R, C]``, without the last two if not ``both``; role ``rows`` or ``grad``: L is 1."""
+    """``[q, scale, q_T, scale_T]`` of ``x [L, R, C]``, without the last two if not ``both``; role ``rows`` or ``grad``:
+    L is 1."""
     x = x.contiguous()
     L, R, C = x.shape
     scales = torch.uint8 if recipe.scales == "e8m0" else torch.float32

@@ -9,7 +9,8 @@ import torch
 
 from ..fp8 import Recipe
 from ..route_spec import RouteSpec
-from . import permute, quantise, router, router_backward, softmax_rows, unpermute, unpermute_backward
+from . import permute, router, router_backward, softmax_rows, unpermute, unpermute_backward
+from . import quantise as by_tiles
 from .entry import Entry
 from .router import Router
 
@@ -105,8 +106,8 @@ def _quantised() -> list[Entry]:
                 ("x_ptr", "*bf16:16"), *real, ("q_ptr", "*fp8e4nv:16"), ("scale_ptr", scale),
                 ("qt_ptr", "*fp8e4nv:16"), ("scalet_ptr", scale), *sizes,
             )  # fmt: skip
-            source = quantise.source(recipe, role, BF16, True, masked)
-            warps = quantise.warps(recipe)
+            source = by_tiles.source(recipe, role, BF16, True, masked)
+            warps = by_tiles.warps(recipe)
             nightly = (name, role) != ("blockwise", "rows")
             found.append(Entry(f"quantise {name} {role}", source, "quantise", arguments, warps=warps, nightly=nightly))
     return found

@@ -22,10 +22,9 @@ from torch import Tensor
 from ..errors import MoecError
 from ..fp8 import Recipe
 from .align_rows import padded, real_rows
-from .fp8_linear import quantised_grad, taps
+from .fp8_linear import quantised_grad, taps, working_dtype
 from .grouped_mm import grouped_mm, grouped_mm_wgrad
 from .quantise import DEVICES, values
-from .rows import accumulator
 
 
 def _product(
@@ -33,7 +32,8 @@ def _product(
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """a · b of every expert, or a · bᵀ."""
-    found, wide = Recipe.parse(recipe), accumulator(dtype)
+    found = Recipe.parse(recipe)
+    wide = working_dtype(dtype, found, a_q.device)
     real_rows(counts_E, a_q.shape[0], found.alignment, "fp8_grouped_mm")
     b = values(b_q, b_s, found, "stack", b_transposed, wide)
     a = values(a_q, a_s, found, a_role, False, wide)
@@ -56,7 +56,8 @@ def _(g_q, g_s, w_qT, w_sT, counts_E, recipe, dtype):
 def fp8_grouped_wgrad(
     x_qT: Tensor, x_sT: Tensor, g_qT: Tensor, g_sT: Tensor, counts_E: Tensor, recipe: str, dtype: torch.dtype
 ) -> Tensor:
-    found, wide = Recipe.parse(recipe), accumulator(dtype)
+    found = Recipe.parse(recipe)
+    wide = working_dtype(dtype, found, x_qT.device)
     real_rows(counts_E, x_qT.shape[0], found.alignment, "fp8_grouped_mm")
     g_NM, x_NK = values(g_qT, g_sT, found, "grad", True, wide), values(x_qT, x_sT, found, "rows", True, wide)
     return grouped_mm_wgrad(g_NM, x_NK, padded(counts_E, found.alignment)).to(dtype)

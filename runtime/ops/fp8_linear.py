@@ -22,13 +22,27 @@ from torch import Tensor
 
 from ..errors import MoecError
 from ..fp8 import Recipe
-from .quantise import DEVICES, quantise, scale_shape, values
+from .quantise import quantise, scale_shape, values
 from .rows import accumulator
 
 
-@torch.library.custom_op("moec::fp8_dgrad", mutates_args=(), device_types=DEVICES)
+def working_dtype(dtype: torch.dtype, recipe: Recipe, device: torch.device) -> torch.dtype:
+    """What values are multiplied in; sums are fp32 (fp64) in any case.  On a GPU numbers times powers of two, which are
+    exact in bf16, are."""
+    exact = device.type == "cuda" and dtype == torch.bfloat16 and recipe.scales != "fp32"
+    return dtype if exact else accumulator(dtype)
+
+
+@torch.library.custom_op("moec::fp8_dgrad", mutates_args=(), device_types="cpu")
 def fp8_dgrad(g_q: Tensor, g_s: Tensor, w_qT: Tensor, w_sT: Tensor, recipe: str, dtype: torch.dtype) -> Tensor:
-    found, wide = Recipe.parse(recipe), accumulator(dtype)
+    return dgrad_on_any_device(g_q, g_s, w_qT, w_sT, recipe, dtype)
+
+
+def dgrad_on_any_device(
+    g_q: Tensor, g_s: Tensor, w_qT: Tensor, w_sT: Tensor, recipe: str, dtype: torch.dtype
+) -> Tensor:
+    found = Recipe.parse(recipe)
+    wide = working_dtype(dtype, found, g_q.device)
     g, w_MK = values(g_q, g_s, found, "grad", False, wide), values(w_qT, w_sT, found, "weight", True, wide)
     return torch.matmul(g, w_MK).to(dtype)
 
@@ -38,9 +52,16 @@ def _(g_q, g_s, w_qT, w_sT, recipe, dtype):
     return g_q.new_empty((*g_q.shape[:-1], w_qT.shape[1]), dtype=dtype)
 
 
-@torch.library.custom_op("moec::fp8_wgrad", mutates_args=(), device_types=DEVICES)
+@torch.library.custom_op("moec::fp8_wgrad", mutates_args=(), device_types="cpu")
 def fp8_wgrad(g_qT: Tensor, g_sT: Tensor, x_qT: Tensor, x_sT: Tensor, recipe: str, dtype: torch.dtype) -> Tensor:
-    found, wide = Recipe.parse(recipe), accumulator(dtype)
+    return wgrad_on_any_device(g_qT, g_sT, x_qT, x_sT, recipe, dtype)
+
+
+def wgrad_on_any_device(
+    g_qT: Tensor, g_sT: Tensor, x_qT: Tensor, x_sT: Tensor, recipe: str, dtype: torch.dtype
+) -> Tensor:
+    found = Recipe.parse(recipe)
+    wide = working_dtype(dtype, found, g_qT.device)
     g_NM = values(g_qT, g_sT, found, "grad", True, wide)
     return torch.mm(g_NM.t(), values(x_qT, x_sT, found, "rows", True, wide)).to(dtype)
 
@@ -50,8 +71,15 @@ def _(g_qT, g_sT, x_qT, x_sT, recipe, dtype):
     return g_qT.new_empty((g_qT.shape[1], x_qT.shape[1]), dtype=dtype)
 
 
-@torch.library.custom_op("moec::fp8_linear", mutates_args=(), device_types=DEVICES)
+@torch.library.custom_op("moec::fp8_linear", mutates_args=(), device_types="cpu")
 def fp8_linear(
+    x: Tensor, w: Tensor, x_q: Tensor, x_s: Tensor, w_q: Tensor, w_s: Tensor, x_qT: Tensor, x_sT: Tensor, w_qT: Tensor,
+    w_sT: Tensor, grad_amax: Tensor | None, recipe: str, shared: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return on_any_device(x, w, x_q, x_s, w_q, w_s, x_qT, x_sT, w_qT, w_sT, grad_amax, recipe, shared)
+
+
+def on_any_device(
     x: Tensor, w: Tensor, x_q: Tensor, x_s: Tensor, w_q: Tensor, w_s: Tensor, x_qT: Tensor, x_sT: Tensor, w_qT: Tensor,
     w_sT: Tensor, grad_amax: Tensor | None, recipe: str, shared: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -61,7 +89,8 @@ def fp8_linear(
             "not fit",
             where="moec::fp8_linear",
         )
-    found, wide = Recipe.parse(recipe), accumulator(x.dtype)
+    found = Recipe.parse(recipe)
+    wide = working_dtype(x.dtype, found, x.device)
     values_x, values_w = values(x_q, x_s, found, "rows", False, wide), values(w_q, w_s, found, "weight", False, wide)
     y = torch.matmul(values_x, values_w.t()).to(x.dtype)
     return y, *taps(y, recipe, shared)

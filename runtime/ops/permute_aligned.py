@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ..errors import MoecError
-from ..fp8 import Recipe, quantised as by_recipe
+from ..fp8 import Recipe
+from ..fp8 import quantised as by_recipe
 from .permute import permute_backward, sorted_pairs
 
 QUANTISE = ("none", "row", "block")
