@@ -1,7 +1,7 @@
 """parallelize: the pipeline on one screen.
 
 capture → normalize → causal_attention → raise_moe → raise_router → configure_router (where asked for) → statistics
-→ shard → redundant → bundle → fsdp, chunk_experts, pipeline_tp, use_transformer_engine (where asked for)
+→ shard → redundant → bundle → fsdp, chunk_experts, pipeline_tp, cast_fp8, use_transformer_engine (where asked for)
 → fuse_router, fuse_experts, fuse_permute, fuse_cross_entropy (unless turned off) → lower → expand, rejoin (where layers
 are equal) → bind to process groups → ParallelModule
 """

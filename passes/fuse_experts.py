@@ -51,6 +51,8 @@ def _run(program: Program, plan: Plan) -> Program:
     for counts in dict.fromkeys(n.args[2] for n in left):  # 3
         last = [n for n in left if n.args[2] is counts][-1]
         program.why_not.append(f"{last.meta.get('where', '')}: experts are computed op by op: {why.get(last, '')}")
+    low = {n.args[2]: n.meta.get("where", "") for n in program.graph.nodes if op_name(n) == "moec.fp8_grouped_mm"}
+    program.why_not += [f"{where}: experts are computed op by op: their products are FP8's" for where in low.values()]
     program.graph.lint()
     program.module.recompile()
     return program
