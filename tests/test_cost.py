@@ -182,14 +182,16 @@ def test_a_purpose_changes_no_seconds():
     )
 
 
-@pytest.mark.parametrize("dispatch", ["alltoall", "dedup"])
-def test_exchanges_move_what_explain_says(dispatch):
+@pytest.mark.parametrize(("dispatch", "chunks"), [("alltoall", 1), ("dedup", 1), ("dedup", 3)])
+def test_exchanges_move_what_explain_says(dispatch, chunks):
     """Rows that depend on data: both graphs, and the collectives that ``explain`` reads off the program."""
     pytest.importorskip("transformers")
     torch.manual_seed(0)
     model = build("mixtral", 1).train()
     args, kwargs = dummy_examples(model, training=True)
-    program = compile_program(model, moec.Plan(ep=4, dispatch=dispatch), 4, args, kwargs, training=True)
+    overlap = moec.Overlap(chunks=chunks) if chunks > 1 else None
+    plan = moec.Plan(ep=4, dispatch=dispatch, overlap=overlap)
+    program = compile_program(model, plan, 4, args, kwargs, training=True)
     joint = joint_graphs(program)
     sizes = sizes_of(program, joint)
     told = moec.explain(program, {spec.path: BATCH for spec in program.inputs.values()})

@@ -61,10 +61,10 @@ class Sizes:
     def knows(self, size: int | torch.SymInt) -> bool:
         return all(str(s) in self.values for s in expr(size).free_symbols)
 
-    def number(self, size: int | torch.SymInt) -> int:
+    def number(self, size: int | torch.SymInt | sympy.Expr) -> int:
         if isinstance(size, int):
             return size
-        e = expr(size)
+        e = size if isinstance(size, sympy.Expr) else expr(size)
         if e not in self._known:
             self._known[e] = int(e.subs({s: self.values.get(str(s), 1) for s in e.free_symbols}))
         return self._known[e]
