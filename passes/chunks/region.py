@@ -31,7 +31,7 @@ from torch import fx
 from moec.passes.chunks.rows import ADDED, NUMBER, ROWS, TOKENS, Rows, lead
 from moec.placement import Types
 from moec.program import Program, op_name
-from moec.runtime.collectives import CONVERSIONS, collective, group_of, is_wait
+from moec.runtime.collectives import CONVERSIONS, collective, group_of, is_start, is_wait
 from moec.runtime.torch_compat import expr
 
 History = tuple[tuple[str, Any, int], ...]
@@ -158,7 +158,7 @@ def _with_histories(region: Region, members: set[fx.Node]) -> set[fx.Node]:
                 region.history[node] = region.history[found.parent]
             continue
         before: set[History | None] = {
-            region.history[o] if o in region else cut_history(region, o) for o in found.tokens
+            region.history[o] if o in region else _cut(region, o) for o in found.tokens
         }
         if len(before) > 1 or None in before:
             region.stops[node] = "its operands' tokens lie differently on the ranks"
@@ -183,7 +183,7 @@ def _numbers(node: fx.Node, members: set[fx.Node]) -> list[fx.Node]:
     return [a for a in node.all_input_nodes if a in members and not isinstance(a.meta.get("val"), torch.Tensor)]
 
 
-def cut_history(region: Region, value: fx.Node) -> History | None:
+def _cut(region: Region, value: fx.Node) -> History | None:
     """The history with which a value from outside is cut; None if it cannot be."""
     n, types = lead(value.meta["val"], region.tokens), value.meta["types"]
     if not isinstance(types, dict) or any(t.kind == "V" for t in types.values()):
@@ -243,7 +243,7 @@ def _joinable(region: Region, members: set[fx.Node]) -> set[fx.Node]:
             continue
         inside, outside = ([u for u in node.users if (u in kept) is there] for there in (True, False))
         why = None
-        if outside and (len(found.results) > 1 or found.results[0] in (ROWS, NUMBER) or is_start_of(node)):
+        if outside and (len(found.results) > 1 or found.results[0] in (ROWS, NUMBER) or is_start(node.target)):
             why = "a value of it that cannot be joined is read elsewhere"
         elif outside and _joined(region, node) is None:
             why = "its result lies on the ranks in another way than the tokens before the region"
@@ -258,11 +258,6 @@ def _joinable(region: Region, members: set[fx.Node]) -> set[fx.Node]:
         elif outside:
             region.exits[node] = region.history[node]
     return kept
-
-
-def is_start_of(node: fx.Node) -> bool:
-    entry = collective(node.target)
-    return entry is not None and entry.needs_wait and not is_wait(node.target)
 
 
 def _joined(region: Region, node: fx.Node) -> History | None:
