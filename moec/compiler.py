@@ -20,7 +20,7 @@ from moec.bounds import with_bounds
 from moec.capture import capture
 from moec.capture.examples import dummy_examples
 from moec.capture.skeleton import replica
-from moec.inputs import counts_as_tensors
+from moec.inputs import call_shapes, counts_as_tensors, program_shapes
 from moec.kernel_listing import write_kernels
 from moec.module import ParallelModule
 from moec.own_plan import own_plan
@@ -79,9 +79,11 @@ def compile_program(
     loss_fn: Callable[..., Any] | None = None,
     dump: str | Path | None = None,
     observe: manager.Observer | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Program:
     """Capture ``model`` and run every pass for a world of ``world_size`` ranks.  No process group is needed.
 
+    ``shapes``: sizes of a rank's inputs that ``Plan.overlap`` schedules for, by path (default: of this call).
     ``observe(name, program)`` is called after capture and after every pass.  Until ``expand`` has run, the program may
     hold a few of many equal layers (``expanded`` gives them all)."""
     plan.validate(world_size)
@@ -90,16 +92,15 @@ def compile_program(
 
     def run(reduced: bool, declined: list[str]) -> Program:
         program = with_bounds(
-            capture(
-                model, args, dict(kwargs), training=training, inputs=plan.inputs, loss_fn=loss_fn, reduced=reduced
-            )
+            capture(model, args, dict(kwargs), training=training, inputs=plan.inputs, loss_fn=loss_fn, reduced=reduced)
         )
         program.mesh, program.own_plan = mesh, own_plan(model)
         program.why_not += declined
         passes = (*PIPELINE, expand, rejoin) if program.repeats else PIPELINE
         program = manager.run(program, plan, passes, dump=dump, observe=observe)
         if plan.overlap is not None:
-            program.step = make_step(program, plan)
+            known = call_shapes(model, args, kwargs) if shapes is None else shapes
+            program.step = make_step(program, plan, program_shapes(model, program, known))
         if dump:
             write_kernels(program, Path(dump) / "kernels")
         return program
@@ -141,10 +142,13 @@ def parallelize(
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     args, kwargs = tuple(example_inputs), counts_as_tensors(example_kwargs or {})
     bare: nn.Module | None = None
+    shapes: dict[str, tuple[int, ...]] = {}  # later calls, which may differ from rank to rank, are scheduled for these
 
     def compile_fn(training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
         assert bare is not None
-        return compile_program(bare, plan, world, args, kwargs, training=training, loss_fn=loss_fn, dump=dump)
+        return compile_program(
+            bare, plan, world, args, kwargs, training=training, loss_fn=loss_fn, dump=dump, shapes=shapes
+        )
 
     # Nothing up to here and in the next lines communicates, so whatever goes wrong, no rank waits for another one.
     first, error = None, None
@@ -153,6 +157,7 @@ def parallelize(
         plan.validate(world)
         if not args and not kwargs:
             args, kwargs = dummy_examples(model, training=model.training)
+        shapes = call_shapes(model, args, kwargs)
         # Other kinds of calls are compiled later: keep the model's structure, not its storage.
         bare = replica(
             model, lambda t, is_param: t.detach().to("meta") if is_param else t.detach(), training=model.training
@@ -165,7 +170,8 @@ def parallelize(
     if world == 1:
         assert first is not None
         return ParallelModule(model, first, None, compile_fn, args, kwargs)
-    agree(f"plan {plan.to_dict()}, program {digest(first and first.render()):x}", error, "parallelize")
+    step = first and first.step and first.step.render()
+    agree(f"plan {plan.to_dict()}, program {digest((first and first.render(), step)):x}", error, "parallelize")
     assert first is not None
     groups = Groups(first.mesh)
 

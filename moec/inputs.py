@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from moec.program import Program
 from moec.runtime.errors import MoecError
 
 COUNTS = frozenset({"num_items_in_batch"})
@@ -84,6 +85,21 @@ def canonical(signature: inspect.Signature, path: str) -> str:
     positional = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     i = int(head)
     return (positional[i].name if i < len(positional) else head) + dot + rest
+
+
+def call_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of a call's tensors, by the path that ``bind`` uses."""
+    tensors = bind(inspect.signature(model.forward), args, kwargs).tensors
+    return {path: tuple(x.shape) for path, x in tensors.items()}
+
+
+def program_shapes(
+    model: nn.Module, program: Program, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """``shapes`` by the paths of the program's inputs; what they do not say is left out."""
+    signature = inspect.signature(model.forward)
+    paths = {s.path: canonical(signature, s.path) for s in program.inputs.values()}
+    return {path: shapes[name] for path, name in paths.items() if name in shapes}
 
 
 def _named(signature: inspect.Signature, bound: inspect.BoundArguments):

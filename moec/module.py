@@ -31,7 +31,7 @@ from moec.accounts import AUX_COUNTS, Accounts, expert_load, pending_groups
 from moec.epilogue import Reduction, enter, to_local
 from moec.inputs import Call, bind, canonical, counts_as_tensors
 from moec.placement import R, Types, show
-from moec.preflight import Report, alone, exchange, local_problems, require_same, values_digest
+from moec.preflight import Report, alone, digest, exchange, local_problems, require_same, values_digest
 from moec.program import EQUAL_LENGTHS, OutputSpec, ParamSpec, Program
 from moec.runtime.errors import MoecError
 from moec.runtime.groups import Groups
@@ -322,7 +322,8 @@ class ParallelModule(nn.Module):
                 raise
             problems, error = [str(e) if isinstance(e, MoecError) else f"{type(e).__name__}: {e}"], e
         try:
-            self._agree(Report(key, "compile", problems))
+            order = program.step.render() if program and program.step else None
+            self._agree(Report(f"{key} {digest(order):x}" if order else key, "compile", problems))
         except MoecError as e:
             raise e from error
         assert program is not None

@@ -42,6 +42,17 @@ class Step:
     """Group key -> name of the process group, once there are some."""
     made: dict[Given, fx.GraphModule] = field(default_factory=dict)
 
+    def usual(self) -> Given:
+        """The outputs whose gradients are expected: of losses, where there are some, else of all."""
+        values = self.forward.graph.output_node().args[0]
+        scalars = [i for i in self.differentiable if values[i].meta["val"].ndim == 0]
+        return frozenset(scalars or self.differentiable)
+
+    def render(self) -> str:
+        """The graphs that usually run, as text that tells one order from another."""
+        graphs = (self.forward, self.inference, self.backward_for(self.usual()))
+        return "\n".join(str(g.graph) for g in graphs)
+
     def backward(self, given: Given) -> fx.GraphModule:
         if given not in self.made:
             self.made[given] = named(self.backward_for(given), self.names)

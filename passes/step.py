@@ -8,13 +8,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import fx
 
+from moec.cost import Sizes
+from moec.cost import cluster as load_cluster
+from moec.overlap import Overlap
+from moec.passes.bucket import bucket
 from moec.passes.joint import JointGraphs, joint_graphs
 from moec.passes.joint.absent import without
 from moec.passes.joint.purposes import give_purposes
 from moec.passes.joint.reductions import reduce_gradients
 from moec.passes.joint.regather import regather
+from moec.passes.overlap import overlap
+from moec.passes.overlap.tasks import Costs
+from moec.passes.split_experts import split_experts
 from moec.passes.verify.order import check_order
 from moec.plan import Plan
 from moec.program import Program
@@ -22,24 +31,56 @@ from moec.runtime.collectives import collective, group_of
 from moec.step import Given, Step
 
 
-def make_step(program: Program, plan: Plan) -> Step:
-    """Raises MoecError for what has no such graphs."""
-    graphs = joint_graphs(program)  # 1
+def make_step(program: Program, plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> Step:
+    """``shapes``: sizes of a rank's inputs, by path, that the schedule is made for; the same on every rank.
+
+    Raises MoecError for what has no such graphs, and where ``Overlap.memory_gb`` cannot be kept."""
+    assert plan.overlap is not None
+    return finish(complete_graphs(program), program, plan.overlap, shapes)
+
+
+def complete_graphs(program: Program) -> JointGraphs:  # 1
+    """With complete gradients, no gathered parameters among what is saved, and groups by purpose."""
+    graphs = joint_graphs(program)
     reduce_gradients(graphs, program)
     regather(graphs, program)
     params = set(program.params)
     give_purposes(graphs.forward.graph, params)
     give_purposes(graphs.backward.graph, {f"saved_{p}" for p in params})
+    return graphs
+
+
+def finish(
+    graphs: JointGraphs, program: Program, options: Overlap, shapes: Mapping[str, tuple[int, ...]]
+) -> Step:  # 2 and 3
+    """``graphs`` stay as they are."""
+    params = set(program.params)
+    sizes = Sizes.of(program, shapes, (graphs.forward.graph, graphs.backward.graph))
+    cluster = load_cluster(options.cluster)
+    bound = None if options.memory_gb is None else int(options.memory_gb * 1e9)
     saved = tuple(n.name for n in graphs.backward.graph.find_nodes(op="placeholder") if n.name.startswith("saved_"))
 
-    def finished(module: fx.GraphModule) -> fx.GraphModule:  # 3
+    def finished(module: fx.GraphModule, is_backward: bool = False) -> fx.GraphModule:  # 3
+        costs = Costs(cluster, program.mesh, sizes)
+        if options.bucket_mb is not None:
+            module = bucket(module, costs, options.bucket_mb)
+        if options.schedule:
+            owned = {f"saved_{p}" for p in params} if is_backward else params
+            apart = split_experts(module)
+            variants = [module] if apart is None else [module, apart]
+            module = overlap(variants, costs, owned, is_backward, bound)
         check_order(module.graph, program.mesh)
-        return fx.GraphModule(module, module.graph)
+        return module
+
+    made: dict[Given, fx.GraphModule] = {}
 
     def backward_for(given: Given) -> fx.GraphModule:  # 2
-        return finished(without(graphs.backward, {f"tangent_{i}" for i in graphs.differentiable if i not in given}))
+        if given not in made:
+            absent = {f"tangent_{i}" for i in graphs.differentiable if i not in given}
+            made[given] = finished(without(graphs.backward, absent), is_backward=True)
+        return made[given]
 
-    return Step(
+    step = Step(
         finished(graphs.forward),
         finished(_inference(graphs)),
         graphs.num_outputs,
@@ -49,6 +90,9 @@ def make_step(program: Program, plan: Plan) -> Step:
         backward_for,
         frozenset(_keys(graphs.forward) | _keys(graphs.backward)),
     )
+    if step.differentiable:
+        backward_for(step.usual())  # what cannot be scheduled is refused now, not in the first backward
+    return step
 
 
 def _inference(graphs: JointGraphs) -> fx.GraphModule:

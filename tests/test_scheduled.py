@@ -2,13 +2,16 @@
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import grid
 import pytest
 import torch
+import yaml
 from torch import nn
 
 import moec
+import moec.cost
 
 pytestmark = pytest.mark.timeout(300)  # four processes compile on what may be two busy cores
 
@@ -24,10 +27,13 @@ def unchanged(net):
     pass
 
 
-def models(plan, data, change=unchanged):
+BOTH = (None, moec.Overlap())
+
+
+def models(plan, data, change=unchanged, overlaps=BOTH):
     """The same model with recorded and with scheduled graphs."""
     out = []
-    for p in (plan, replace(plan, overlap=moec.Overlap())):
+    for p in (replace(plan, overlap=overlap) for overlap in overlaps):
         net = grid.build("plain")
         change(net)
         if change is unchanged:
@@ -167,21 +173,45 @@ def test_frozen_and_unused_parameters():
 
 
 def trains_as_recorded(rank, world, degrees):
-    recorded, model = models(moec.Plan(**degrees), grid.batch(S=8))
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (recorded, model)]
+    overlaps = (None, moec.Overlap(bucket_mb=0.004), moec.Overlap(bucket_mb=0.004, schedule=False))
+    recorded, model, in_place = every = models(moec.Plan(**degrees), grid.batch(S=8), overlaps=overlaps)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in every]
+    orders = [[n.name for n in m.program.step.backward(m.program.step.usual()).graph.nodes] for m in every[1:]]
+    assert orders[0] != orders[1]
     for step in range(3):
         for part in range(2):  # accumulates
             data = grid.batch(seed=2 * step + part, S=8 + 4 * step)
-            want, out = (m(**moec.shard_batch(data, m)) for m in (recorded, model))
-            assert grid.relative(out["loss"], want["loss"]) <= 1e-12
-            want["loss"].backward()
-            out["loss"].backward()
+            outs = [m(**moec.shard_batch(data, m)) for m in every]
+            assert grid.relative(outs[1]["loss"], outs[0]["loss"]) <= 1e-12
+            assert torch.equal(outs[1]["loss"], outs[2]["loss"])
+            for out in outs:
+                out["loss"].backward()
         same_grads(recorded, model, 1e-9)
+        same_grads(model, in_place)  # bit for bit
         for o in optimizers:
             o.step()
             o.zero_grad()
+    for p, q in zip(model.parameters(), in_place.parameters(), strict=True):
+        assert torch.equal(p.to_local(), q.to_local())
 
 
 @pytest.mark.parametrize("plan", [pytest.param(p, marks=() if p == "fsdp, ep" else pytest.mark.nightly) for p in PLANS])
 def test_trains_as_recorded(gloo4, plan):
     gloo4.run(trains_as_recorded, PLANS[plan], timeout=280)
+
+
+def on_another_cluster(rank, world, folder):
+    path = f"{folder}/{rank % 2}.yaml"
+    if rank < 2:
+        cluster = moec.cost.cluster("cpu2-1gbit").to_dict()
+        cluster["op_overhead_s"] = (1e-6, 0.1)[rank]
+        Path(path).write_text(yaml.safe_dump(cluster))
+    torch.distributed.barrier()
+    plan = moec.Plan(dp=4, fsdp=True, overlap=moec.Overlap(cluster=path, bucket_mb=None))
+    grid.parallelize("plain", grid.build("plain"), plan, grid.batch())
+
+
+@pytest.mark.nightly
+def test_ranks_with_another_order_are_refused(gloo4, tmp_path):
+    """Clusters that differ give other orders: one error on all ranks, and no hang in the first step."""
+    gloo4.run_raising(on_another_cluster, str(tmp_path), timeout=280)

@@ -78,9 +78,10 @@ class _Joint:
         """Node of the forward graph -> placeholder of the backward graph."""
 
     def build(self) -> JointGraphs:
-        pieces, flows = self._traced()
+        pieces, values = self._traced()
+        flows = {n for n, v in values.items() if isinstance(v, Tensor) and v.requires_grad}
         outputs = list(self.program.graph.output_node().args[0])
-        self._forward(pieces)
+        self._forward(pieces, values)
         tangents = {i: n for i, n in enumerate(outputs) if n in flows}
         params = tuple(s.placeholder for s in self.program.params.values() if s.requires_grad and not s.buffer)
         grads = self._backward(pieces, tangents, params)
@@ -100,8 +101,8 @@ class _Joint:
 
     # -- 1
 
-    def _traced(self) -> tuple[list[_Piece], set[fx.Node]]:
-        """The pieces, and the values through which gradients flow."""
+    def _traced(self) -> tuple[list[_Piece], dict[fx.Node, Any]]:
+        """The pieces, and what goes in and out of them on fakes of one rank's shapes."""
         program = self.program
         mode = fake_mode_of(n.meta["val"] for n in program.placeholders())
         values: dict[fx.Node, Any] = {}
@@ -121,14 +122,15 @@ class _Joint:
                 known[key] = trace(segment, [values[n] for n in segment.inputs], mode)
             pieces.append(_Piece(segment, known[key]))
             values.update(zip(segment.outputs, known[key].values, strict=True))
-        return pieces, {n for n, v in values.items() if isinstance(v, Tensor) and v.requires_grad}
+        return pieces, values
 
     # -- 2
 
-    def _forward(self, pieces: list[_Piece]) -> None:
+    def _forward(self, pieces: list[_Piece], values: dict[fx.Node, Any]) -> None:
         for node in self.program.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self.made[node] = self.forward.node_copy(node)
+                self.made[node].meta = {"val": values[node], "where": node.meta.get("where", "")}
                 if node.op == "get_attr":
                     self.roots[0].register_buffer(node.target, self.program.constants[node.target], persistent=False)
         for piece in pieces:
@@ -181,8 +183,8 @@ class _Joint:
             elif tangent.users:
                 zeros = torch.ops.aten.zeros_like.default
                 env[tangent] = self.backward.call_function(zeros, (self._save(self.made[node]),))
-        read = {a for n in vjp.backward for a in n.all_input_nodes} | {g for g in vjp.grads if g is not None}
-        for node in read:
+        read = [a for n in vjp.backward for a in n.all_input_nodes] + [g for g in vjp.grads if g is not None]
+        for node in dict.fromkeys(read):  # in an order that is the same on every rank
             if node in piece.env:
                 env[node] = self._save(piece.env[node])
         where = segment.where

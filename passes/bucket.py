@@ -1,0 +1,199 @@
+"""bucket: gradient reductions, and gathers and reduce-scatters of parameters, merged into buckets.
+
+Contract
+    requires   a graph of ``joint`` with reductions as nodes and groups by purpose
+    provides   fewer, larger collectives, in one order on every rank
+    preserves  values; of sums over three ranks and more, a backend may add in another order
+    never      merges over groups, dtypes or kinds; delays a gather behind its use, or a sum before its operands
+
+Algorithm
+    1. Candidates are starts for gradients (``#gradients``) and parameters (``#parameters``), of one kind, group and
+       dtype, in the order of the graph.  What lies between a reduction and the output moves behind the bucket; a
+       reduction that anything else reads is left alone.
+    2. A bucket takes the next candidate while it stays within its size.
+    3. It becomes pack → collective → wait → unpack: at the place of the first gather, and behind what the last
+       reduction reads.
+
+How large: a collective takes ``alpha + bytes / beta``.  By the cost model a bucket is as small as keeps ``alpha`` to a
+``LATENCY`` th of its time: the first is under way early, and the last, which nothing covers, is short.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import fx
+
+from moec.passes.joint.purposes import PARAMETERS
+from moec.passes.joint.reductions import GRADIENTS
+from moec.passes.overlap.tasks import Costs
+from moec.runtime.collectives import collective, group_of, is_start, is_wait
+from moec.runtime.ops.pack import flatten_shapes
+from moec.runtime.torch_compat import WAIT
+
+pack, unpack = torch.ops.moec.pack.default, torch.ops.moec.unpack.default
+LATENCY = 20
+PRIMITIVES = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+def bucket(module: fx.GraphModule, costs: Costs, megabytes: float | Literal["auto"]) -> fx.GraphModule:
+    """A copy of the graph with merged collectives."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for key, starts in _candidates(graph).items():  # 1
+        limit = _limit(starts[0], costs) if megabytes == "auto" else int(megabytes * 1e6)
+        for members in _fill(starts, limit):  # 2
+            if len(members) > 1:
+                _Bucket(graph, key[0], members).merge()  # 3
+    _sort(graph)
+    graph.lint()
+    return fx.GraphModule(module, graph)
+
+
+def _limit(start: fx.Node, costs: Costs) -> int:
+    alpha, beta = costs.cluster.link(costs.link(start)).of(collective(start.target).primitive)  # type: ignore[union-attr]
+    return int(LATENCY * alpha * beta)
+
+
+def _bytes(start: fx.Node) -> int:
+    entry, (taken, given) = collective(start.target), (_val(start.args[0]), _val(start))
+    return entry.tensor_bytes(*(v.numel() * v.dtype.itemsize for v in (taken, given)))  # type: ignore[union-attr]
+
+
+def _val(node) -> torch.Tensor:
+    return node.meta["val"]
+
+
+# -- 1
+
+
+def _candidates(graph: fx.Graph) -> dict[tuple, list[fx.Node]]:
+    found: dict[tuple, list[fx.Node]] = defaultdict(list)
+    last = _last(graph)
+    for node in graph.nodes:
+        if node.op != "call_function" or not is_start(node.target):
+            continue
+        primitive = collective(node.target).primitive  # type: ignore[union-attr]
+        if primitive not in PRIMITIVES or group_of(node).partition("#")[2] not in (GRADIENTS, PARAMETERS):
+            continue
+        movable = len(node.users) == 1 and (primitive == "all_gather" or node in last)
+        if movable and _plain(node) and _plain(node.args[0]):
+            found[node.target, group_of(node), _val(node).dtype].append(node)
+    return found
+
+
+def _plain(node: fx.Node) -> bool:
+    """Of a size that is known, and laid out as what is unpacked will be."""
+    val = _val(node)
+    return val.ndim > 0 and all(isinstance(n, int) for n in val.shape) and val.is_contiguous()
+
+
+def _last(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that lead to no communication but reductions of gradients: they may move to the end of the graph."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        ends = all(u in found and (not is_start(u.target) or group_of(u).endswith(GRADIENTS)) for u in node.users)
+        if node.op == "output" or (node.users and ends):
+            found.add(node)
+    return found
+
+
+# -- 2
+
+
+def _fill(starts: list[fx.Node], limit: int) -> Iterator[list[fx.Node]]:
+    members: list[fx.Node] = []
+    total = 0
+    for start in starts:
+        size = _bytes(start)
+        if members and total + size > limit:
+            yield members
+            members, total = [], 0
+        members.append(start)
+        total += size
+    if members:
+        yield members
+
+
+# -- 3
+
+
+@dataclass
+class _Bucket:
+    graph: fx.Graph
+    op: object
+    members: list[fx.Node]
+
+    def merge(self) -> None:
+        first = self.members[0]
+        gathers = collective(first.target).primitive == "all_gather"  # type: ignore[union-attr]
+        sums = collective(first.target).primitive == "all_reduce"  # type: ignore[union-attr]
+        size, key = first.args[-2:]
+        sources = [s.args[0] for s in self.members]
+        dims = [0 if sums else s.args[1] for s in self.members]
+        waits = [next(iter(s.users)) for s in self.members]
+        parts = size if not gathers and not sums else 1  # into how many each tensor is cut
+        self.where = first.meta.get("where", "")
+        elements = sum(_val(x).numel() for x in sources)
+        flat_val = _val(sources[0]).new_empty((elements,))
+        done_val = flat_val.new_empty((sum(_val(w).numel() for w in waits),))
+        if gathers:
+            for source in sources:
+                _hoist(source, first)
+        with self.graph.inserting_before(first if gathers else self.members[-1]):
+            flat = self._call(pack, (sources, parts, dims), flat_val)
+            start = self._call(self.op, (flat, 0, size, key), done_val)
+            wait = self._call(WAIT, (start,), done_val)
+            whole = size if gathers else 1
+            shapes = flatten_shapes([list(_val(w).shape) for w in waits])
+            out = self._call(unpack, (wait, whole, dims, shapes), [_val(w) for w in waits])
+            results = [self._call(operator.getitem, (out, i), _val(w)) for i, w in enumerate(waits)]
+        for old, new in zip(waits, results, strict=True):
+            assert is_wait(old.target)
+            old.replace_all_uses_with(new)
+        for wait_, start_ in zip(waits, self.members, strict=True):
+            self.graph.erase_node(wait_)
+            self.graph.erase_node(start_)
+
+    def _call(self, target, args: tuple, val) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta.update(val=val, where=self.where)
+        return node
+
+
+def _hoist(node: fx.Node, before: fx.Node) -> None:
+    """Put what makes ``node`` of parameters in front of ``before``."""
+    if node.op == "call_function" and before < node:
+        for operand in node.all_input_nodes:
+            _hoist(operand, before)
+        before.prepend(node)
+
+
+def _sort(graph: fx.Graph) -> None:
+    """Operands before what reads them again, otherwise the order stays: readers of a bucket move behind it."""
+    done: set[fx.Node] = set()
+    late: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # operand that is missing -> who waits for it
+
+    def settle(node: fx.Node, after: fx.Node | None) -> fx.Node | None:
+        """Note that ``node`` is in place, and put behind it whoever waited for it alone."""
+        done.add(node)
+        for reader in late.pop(node, ()):
+            missing = next((a for a in reader.all_input_nodes if a not in done), None)
+            if missing is not None:
+                late[missing].append(reader)
+                continue
+            (after or node).append(reader)
+            after = settle(reader, reader)
+        return after or node
+
+    for node in list(graph.nodes):
+        missing = next((a for a in node.all_input_nodes if a not in done), None)
+        if missing is None:
+            settle(node, None)
+        else:
+            late[missing].append(node)

@@ -1,0 +1,102 @@
+"""Tasks: what of a graph takes time, what each needs, and on which resource it runs.
+
+A task is a node that computes, a start (which takes the time of its launch), or the *job* of a start: the transfer
+itself, on its link.  Waits, views and sizes take no time and are no tasks; what they read is read through them, and
+what reads a wait needs the job.  The dependences are a ``networkx`` graph of task numbers; nodes have the lower
+numbers, in the order of the graph.
+
+An exchange reads on the host how many rows go where, so its launch waits for the counts: they are its operands, and
+come as early as anything else that a start needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import networkx as nx
+from torch import fx
+
+from moec import cost
+from moec.passes.joint.regather import parameter_values
+from moec.runtime.collectives import is_start, is_wait
+from moec.runtime.mesh import Mesh
+
+COMPUTE = cost.COMPUTE
+
+
+@dataclass
+class Costs:
+    """What nodes take on a cluster; every rank computes the same."""
+
+    cluster: cost.Cluster
+    mesh: Mesh
+    sizes: cost.Sizes
+    _known: dict[fx.Node, float] = field(default_factory=dict)
+
+    def seconds(self, node: fx.Node) -> float:
+        if node not in self._known:
+            self._known[node] = cost.seconds(node, self.cluster, self.mesh, self.sizes)
+        return self._known[node]
+
+    def link(self, start: fx.Node) -> str:
+        """The link that a collective uses, and shares with the others that use it."""
+        return cost.link(cost.stream(start, self.mesh), self.cluster, self.mesh)
+
+    @property
+    def launch(self) -> float:
+        return self.cluster.op_overhead_s
+
+
+@dataclass
+class Tasks:
+    nodes: list[fx.Node]
+    dag: nx.DiGraph
+    seconds: list[float]
+    resource: list[str]
+    """``compute``, or a link."""
+    job: dict[int, int]
+    """Start -> its job."""
+    ahead: frozenset[int]
+    """Starts of gathers of parameters: they could run at any time before their use."""
+
+    @staticmethod
+    def of(nodes: Sequence[fx.Node], costs: Costs, params: set[str]) -> Tasks:
+        """``params``: placeholders of parameters."""
+        heavy = [n for n in nodes if n.op == "call_function" and _takes_time(n, costs)]
+        number = {n: i for i, n in enumerate(heavy)}
+        starts = [n for n in heavy if is_start(n.target)]
+        job = {number[s]: len(heavy) + i for i, s in enumerate(starts)}
+        dag: nx.DiGraph = nx.DiGraph()
+        dag.add_nodes_from(range(len(heavy) + len(starts)))
+        dag.add_edges_from(job.items())
+        needs: dict[fx.Node, frozenset[int]] = {}
+        effect: fx.Node | None = None  # the last node that does something besides returning a value
+        for node in nodes:
+            own = frozenset().union(*(needs[a] for a in node.all_input_nodes))
+            if is_wait(node.target):
+                own = frozenset([job[number[node.args[0]]]])
+            elif node in number:
+                if node.is_impure():
+                    own |= needs[effect] if effect is not None else frozenset()
+                    effect = node
+                dag.add_edges_from((i, number[node]) for i in sorted(own))
+                own = frozenset([number[node]])
+            needs[node] = own
+        of_params = parameter_values(nodes[0].graph, params)
+        return Tasks(
+            heavy,
+            dag,
+            [costs.launch if is_start(n.target) else costs.seconds(n) for n in heavy]
+            + [costs.seconds(s) for s in starts],
+            [COMPUTE] * len(heavy) + [costs.link(s) for s in starts],
+            job,
+            frozenset(number[s] for s in starts if s in of_params),
+        )
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+
+def _takes_time(node: fx.Node, costs: Costs) -> bool:
+    return is_start(node.target) or node.is_impure() or costs.seconds(node) > 0
