@@ -1,8 +1,9 @@
 """From the times of tasks to an order of all nodes.
 
 1. Tasks in the order in which compute runs them.
-2. Views and waits come right before the first that reads them: a wait is as late as it may be.  It comes earlier if the
-   transfer should have been over for as long as it takes: then it costs nothing, and what was sent can go.
+2. Views and waits come right before the first that reads them: a wait is as late as it may be.  That of a gradient's
+   reduction comes earlier if the transfer should have been over for as long as it takes: then it costs nothing, and
+   what was sent can go.
 3. Parts of a tuple, and sizes, come right behind what has them, so that the tuple can go.
 """
 
@@ -24,7 +25,8 @@ def order(nodes: Sequence[fx.Node], tasks: Tasks, times: Times) -> list[fx.Node]
     out = [n for n in nodes if n.op in ("placeholder", "get_attr")]
     writer = _Writer(out)
     sequence = sorted(range(len(tasks.nodes)), key=lambda i: (times.start[i], times.end[i], i))  # 1
-    over = [(times.end[j] + tasks.seconds[j], s) for s, j in tasks.job.items()]
+    final = tasks.final()
+    over = [(times.end[j] + tasks.seconds[j], s) for s, j in tasks.job.items() if s in final]
     heapify(over)
     for node in list(out):
         writer.parts_of(node)

@@ -19,7 +19,7 @@ from torch import fx
 
 from moec import cost
 from moec.passes.joint.regather import parameter_values
-from moec.runtime.collectives import is_start, is_wait
+from moec.runtime.collectives import collective, is_start, is_wait
 from moec.runtime.mesh import Mesh
 
 COMPUTE = cost.COMPUTE
@@ -42,6 +42,12 @@ class Costs:
     def link(self, start: fx.Node) -> str:
         """The link that a collective uses, and shares with the others that use it."""
         return cost.link(cost.stream(start, self.mesh), self.cluster, self.mesh)
+
+    def queue(self, start: fx.Node) -> str:
+        """Where a transfer waits for others: its link; what is latency alone (counts, say) waits for nobody."""
+        where = self.link(start)
+        alpha, _ = self.cluster.link(where).of(collective(start.target).primitive)  # type: ignore[union-attr]
+        return f"latency of {start.name}" if self.seconds(start) <= 2 * alpha else where
 
     @property
     def launch(self) -> float:
@@ -89,10 +95,19 @@ class Tasks:
             dag,
             [costs.launch if is_start(n.target) else costs.seconds(n) for n in heavy]
             + [costs.seconds(s) for s in starts],
-            [COMPUTE] * len(heavy) + [costs.link(s) for s in starts],
+            [COMPUTE] * len(heavy) + [costs.queue(s) for s in starts],
             job,
             frozenset(number[s] for s in starts if s in of_params),
         )
+
+    def final(self) -> set[int]:
+        """Starts that no other communication waits for: reductions of gradients."""
+        leads: set[int] = set()
+        for node in reversed(range(len(self.nodes))):
+            after = [*self.dag.succ[node], *self.dag.succ[self.job[node]]] if node in self.job else self.dag.succ[node]
+            if any(i in leads or i in self.job for i in after):
+                leads.add(node)
+        return self.job.keys() - leads
 
     def __len__(self) -> int:
         return len(self.seconds)
