@@ -6,6 +6,7 @@ Legend: B batch, S sequence, H hidden, E experts.
 from dataclasses import replace
 
 import fp8_model as model
+import grid
 import numpy as np
 import pytest
 import torch
@@ -13,8 +14,9 @@ from spmd import Batch, Shape, build, captured, compile_stages, oracle
 from torch import fx
 from witness import WitnessError, witness
 
-from moec.check import _relative
-from moec.compiler import PIPELINE
+import moec
+from moec.check import _Oracle, _relative
+from moec.compiler import PIPELINE, compile_program
 from moec.passes import manager
 from moec.passes.verify import verify
 from moec.plan import Plan
@@ -273,6 +275,35 @@ def test_an_unpadded_group_is_caught():
     broken.module.recompile()
     with pytest.raises(MoecError, match="begin at multiples of 16"):
         recorded(broken)
+
+
+def off_on_processes(rank, world, recipe, degrees):
+    """How far loss and gradients of real processes are from those of one rank's program, simulated."""
+    net, data = grid.build("plain"), grid.batch()
+    precision = Precision(fp8=recipe)
+    model = grid.parallelize("plain", net, Plan(*degrees, precision=precision), data)
+    loss = model(**moec.shard_batch(data, model))["loss"]
+    loss.backward()
+    grads = moec.full_grads(model)
+    program = compile_program(net, Plan(precision=precision), 1, (), data, training=True)
+    truth = _Oracle(net, (), data, None)
+    truth.cotangents = {at: g for at, g in truth.cotangents.items() if g.ndim == 0}  # of the loss alone
+    want = truth._run(program)
+    found = {"loss": _relative(loss.detach(), want.outputs["loss"])}
+    scale = max(float(g.norm()) for g in want.grads.values() if g is not None) * grid.VANISHING
+    for name, g in want.grads.items():
+        spec = program.params[name]
+        got = torch.stack([grads[m] for m in spec.members]) if spec.members else grads[spec.name]
+        found[spec.name] = _relative(got, g, scale)
+    return found
+
+
+@pytest.mark.nightly  # four processes compile, on what may be two busy cores
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("recipe", "degrees"), [("current", (2, 2, 4, 1)), ("rowwise", (2, 2, 2, 2))])
+def test_processes_compute_what_one_rank_does(gloo4, recipe, degrees):
+    for found in gloo4.run(off_on_processes, recipe, degrees, timeout=280):
+        assert max(found.values()) < 1e-9, found
 
 
 def test_without_training_nothing_is_transposed():
