@@ -72,9 +72,12 @@ def of(body: Body, dtype: torch.dtype) -> CBody | None:
 
 def compiler() -> str | None:
     """The C compiler, if there is one and it is wanted."""
-    chosen = os.environ.get("MOEC_CC")
-    names = (chosen,) if chosen is not None else ("cc", "gcc", "clang")
-    return next((found for name in names if name and (found := shutil.which(name))), None)
+    return _first_of(os.environ.get("MOEC_CC", "cc gcc clang"), os.environ.get("PATH", ""))
+
+
+@cache
+def _first_of(names: str, path: str) -> str | None:
+    return next((found for name in names.split() if (found := shutil.which(name, path=path))), None)
 
 
 @cache
