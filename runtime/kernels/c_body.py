@@ -51,12 +51,13 @@ class CBody:
         self, h_RA: Tensor, d_RI: Tensor, weight_R: Tensor | None, dweight_R: Tensor | None, a_RI: Tensor, dh_RA: Tensor
     ) -> None:
         weight = None if weight_R is None else weight_R.float().contiguous()
-        direct = dweight_R is None or (dweight_R.dtype == torch.float32 and dweight_R.is_contiguous())
-        dweight = dweight_R if direct else torch.empty(d_RI.shape[0])
+        dweight = dweight_R
+        if dweight_R is not None and (dweight_R.dtype != torch.float32 or not dweight_R.is_contiguous()):
+            dweight = torch.empty(d_RI.shape[0])
         vectors = (None if t is None else t.data_ptr() for t in (weight, dweight))
         self.library.backward(*_matrix(h_RA), *_matrix(d_RI), *vectors, *_matrix(a_RI), *_matrix(dh_RA), *d_RI.shape)
-        if not direct:
-            dweight_R.copy_(dweight)  # type: ignore[union-attr]
+        if dweight_R is not None and dweight is not None and dweight is not dweight_R:
+            dweight_R.copy_(dweight)
 
 
 def _matrix(t: Tensor) -> tuple[int, int]:
