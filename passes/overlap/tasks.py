@@ -114,4 +114,6 @@ class Tasks:
 
 
 def _takes_time(node: fx.Node, costs: Costs) -> bool:
+    if is_wait(node.target):  # torch calls it impure; what it must come behind is its start
+        return False
     return is_start(node.target) or node.is_impure() or costs.seconds(node) > 0
