@@ -20,6 +20,7 @@ from witness_rules import MOEC, PACKED
 
 from moec.capture.examples import dummy_examples
 from moec.compiler import compile_program
+from moec.overlap import Overlap
 from moec.placement import R, S
 from moec.plan import Plan
 from moec.program import Program, op_name
@@ -77,6 +78,20 @@ def last_stage(plan: Plan) -> Program:
 def test_a_right_program_with_options_is_accepted(plan: Plan) -> None:
     seen = witness(last_stage(plan)).by_rule
     assert bool(plan.fsdp) == ("moec.unpack" in seen)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(dp=2, tp=2, ep=4, overlap=Overlap(chunks=2)),
+        Plan(dp=2, tp=2, ep=2, sequence_parallel=True, overlap=Overlap(chunks=3, pipeline_tp=2)),
+    ],
+    ids=["chunks", "chunks and pieces"],
+)
+def test_chunks(plan: Plan) -> None:
+    program = last_stage(plan)
+    assert any(op_name(n) == "moec.join_tokens" for n in program.graph.nodes if n.op == "call_function")
+    witness(program)
 
 
 @pytest.mark.parametrize(

@@ -164,8 +164,8 @@ class Witness:
         if entry := collective(node.target):
             return CONVERSIONS[entry.primitive](self, node, entry, *args)
         rule = MOEC.get(name) or (PACKED.get(name) if self._cuts_packed(node) else None) or LACKING.get(name)
-        if name == "aten.linear" and args[0].ndim < 4:
-            rule = None  # DTensor knows those
+        if name == "aten.linear" and args[0].ndim < 4 and 1 not in args[0].shape[1:-1]:
+            rule = None  # DTensor knows those (with a dim of size 1 it makes a batched product of it, which it refuses)
         if name == "aten.reshape" and (len(node.args[1]) != getattr(node.meta.get("val"), "ndim", -1)):
             rule = None  # counts by (rank, expert) are recorded with the shape of counts by expert
         if rule is not None:
@@ -264,7 +264,9 @@ class Witness:
         one of the other has a rule in ``witness_rules.py``."""
         entry, name = collective(node.target), op_name(node)
         # The experts take packed weights and others.
+        # Of tokens in blocks, chunks are the same tokens in none.
         makes = ("aten.reshape", "moec.pack", "moec.unpack", "moec.experts", "moec.experts_rows", *PACKED)
+        makes += ("moec.split_tokens", "moec.join_tokens")
         if entry is not None or name in makes or node.op != "call_function":
             return False
         of = (n.meta["types"] for n in node.all_input_nodes if isinstance(n.meta.get("types"), dict))

@@ -65,6 +65,30 @@ def _own_counts(w, x, cut: list[Axis]):
     return counts
 
 
+def _split_tokens(w, node, x, count, lead, blocks):
+    """Each rank's own tokens in chunks: what cut the tokens' dims cuts the rows of a chunk."""
+    typed, order = w.einsum("...->...", x, linear_in=(0,)), list(w.axes.values())
+    rows = sorted((a for dim in w.dims(typed)[:lead] for a in dim), key=order.index)
+    return [w.made(typed, [rows, *[[] for _ in range(lead - 1)], *w.dims(typed)[lead:]])] * count
+
+
+def _join_tokens(w, node, chunks, sizes, blocks):
+    """The way back; which of the tokens' dims an axis cuts is no longer in the rows, but is recorded."""
+    every = tuple(range(len(chunks)))
+    typed = w.einsum(",".join(["..."] * len(chunks)) + "->...", *chunks, linear_in=(every,))
+    rows, *rest = w.dims(typed)
+    if len(sizes) == 1:
+        return typed
+    cut: list[list[Axis]] = [[], []]
+    for name in w.mesh.names:
+        t = node.meta["types"][name]
+        if (w.axes[name] in rows) != (t.kind == "S" and t.dim < 2):
+            raise spmd.SpmdTypeError(f"{name} cuts the rows of the chunks or the joined tokens, not both")
+        if w.axes[name] in rows:
+            cut[t.dim].append(w.axes[name])
+    return w.made(typed, [*cut, *rest[1:]])
+
+
 def _slots(w, node, x_TH, ids_TK, *_):
     return w.einsum("th,t_->th", x_TH, ids_TK), w.einsum("t_->t_", ids_TK)
 
@@ -214,6 +238,7 @@ def _alone(spec: str) -> bool:
 MOEC: dict[str, Callable] = {
     "moec.permute": _permute, "moec.unpermute": _unpermute, "moec.grouped_mm": _grouped_mm,
     "moec.grouped_add": _grouped_add, "moec.experts": _experts, "moec.experts_rows": _experts_rows,
+    "moec.split_tokens": _split_tokens, "moec.join_tokens": _join_tokens,
     "moec.sort_chunks": _sort_chunks, "moec.pad_rows": _own_rows,
     "moec.take_rows": _own_rows, "moec.lookup": _lookup, "moec.pick": _pick,
     "moec.permute_kept": _permute_kept, "moec.own_ids": _own_ids,
@@ -286,7 +311,7 @@ def _attention(w, node, q, k, v, mask=None, *_, **__):
 
 
 def _linear(w, node, x, weight, bias=None):
-    """DTensor has no strategy for four dims."""
+    """DTensor has no strategy for four dims, or a middle one of size 1."""
     out = w.einsum("...k,nk->...n", x, weight, linear_in=(0, 1))
     return out if bias is None else w.einsum("...n,n->...n", out, bias, linear_in=((0, 1),))
 
