@@ -88,6 +88,9 @@ class _Parameter:
     version: int
     dim: int
     runs: Runs
+    stride: tuple[int, ...]
+    offset: int
+    """How the whole lay in memory, which is how autograd reads it."""
     handles: int = 0
     """How many tensors autograd saves of it."""
     opened: int = 0
@@ -99,6 +102,8 @@ class _Parameter:
         if whole is None:
             with torch.no_grad():
                 whole = unpadded(self.unit.fetch(self), self.dim, self.runs)
+                if whole.stride() != self.stride:  # gathered alone, a parameter may lie otherwise than among others
+                    whole = whole.new_empty_strided(whole.shape, self.stride).copy_(whole)
         self.opened = (self.opened + 1) % self.handles
         self.whole = whole if self.opened else None
         return whole
@@ -137,7 +142,9 @@ class Resharding:
     def note(self, whole: Tensor, unit: str, local: Tensor, dim: int, size: int, group: str, runs: Runs) -> None:
         owner = self._owners.get(StorageWeakRef(local.untyped_storage()), local)  # a padded part is a copy
         of = self._units.setdefault(unit, _Unit(size, group))
-        parameter = _Parameter(of, len(of.parameters), local, owner, owner._version, dim, runs)
+        parameter = _Parameter(
+            of, len(of.parameters), local, owner, owner._version, dim, runs, whole.stride(), int(whole.storage_offset())
+        )
         of.parameters.append(parameter)
         self._parameters[StorageWeakRef(whole.untyped_storage())] = parameter
 
@@ -152,7 +159,9 @@ class Resharding:
 
     def _unpack(self, packed: _Kept | _Handle) -> Tensor:
         if isinstance(packed, _Handle):
-            return packed.parameter.open().as_strided(packed.shape, packed.stride, packed.offset)
+            whole = packed.parameter.open()
+            offset = packed.offset - packed.parameter.offset + int(whole.storage_offset())
+            return whole.as_strided(packed.shape, packed.stride, offset)
         check_version(packed.tensor, packed.version)
         return packed.tensor
 
