@@ -5,6 +5,9 @@ on the global batch is the oracle; the captured graph and the graph after every 
 parameter's gradient, and ranks that hold the same value must agree.  What the graph counts (``program.statistics``)
 must stay what it was before sharding.  The first pass that does not is named.
 
+``cast_bf16`` changes nothing that can be seen in float64, so what it does to the graph is proved like everything else;
+what rounding does is measured, the finished program in its own dtypes against the module in float64, and bounded.
+
 A pass that changes values on purpose (``configure_router``: what ``Plan.router`` asks for) has no module to compare
 with.  From there on the oracle is its own program on one rank: every later pass must compute what one device would.
 """
@@ -34,6 +37,9 @@ from moec.runtime.errors import MoecError
 TOLERANCE = 1e-12
 """Relative, in float64.  Clean programs stay below 1e-13; a dropped collective or a wrong dual is above 1e-3."""
 
+BF16 = (0.01, 0.05, 0.2)
+"""Largest distances of a program that computes in bf16: losses, outputs, gradients."""
+
 VANISHING = 1e-2
 """A gradient whose norm is below this share of the largest one is compared on that scale: some vanish identically
 (a key bias under softmax), and relative to rounding noise nothing would agree."""
@@ -57,15 +63,35 @@ class PassReport:
 
 
 @dataclass
+class Rounding:
+    """How far the program in its own dtypes is from the module in float64, and how far it may be."""
+
+    scalars: float
+    """Largest relative distance of a scalar output: a loss."""
+    outputs: float
+    """Of a tensor, in its norm."""
+    gradients: float
+    """Of all gradients as one vector."""
+    bounds: tuple[float, float, float]
+
+    @property
+    def ok(self) -> bool:
+        return all(x <= b for x, b in zip((self.scalars, self.outputs, self.gradients), self.bounds, strict=True))
+
+
+@dataclass
 class CheckReport:
     plan: Plan
     world_size: int
     tolerance: float
     passes: list[PassReport] = field(default_factory=list)
+    rounding: Rounding | None = None
+    """Of a plan that computes in bf16."""
 
     @property
     def ok(self) -> bool:
-        return bool(self.passes) and all(p.worst()[1] <= self.tolerance for p in self.passes)
+        rounded = self.rounding is None or self.rounding.ok
+        return bool(self.passes) and rounded and all(p.worst()[1] <= self.tolerance for p in self.passes)
 
     @property
     def first_failure(self) -> tuple[str, str, float] | None:
@@ -84,6 +110,7 @@ class CheckReport:
             "tolerance": self.tolerance,
             "first_failure": self.first_failure,
             "passes": [asdict(p) for p in self.passes],
+            "rounding": self.rounding and {**asdict(self.rounding), "ok": self.rounding.ok},
         }
 
     def __str__(self) -> str:
@@ -105,6 +132,12 @@ class CheckReport:
             else f"FAILED after {fail[0]}: {fail[1]} differs by {fail[2]:.3g} (relative), "
             f"tolerance {self.tolerance:.0e}",
         ]
+        if (r := self.rounding) is not None:
+            pairs = zip(("losses", "outputs", "gradients"), (r.scalars, r.outputs, r.gradients), r.bounds, strict=True)
+            lines.append(
+                f"{'' if r.ok else 'TOO FAR: '}in bf16, relative to float64: "
+                + ", ".join(f"{what} {x:.1e} (at most {bound:.0e})" for what, x, bound in pairs)
+            )
         return "\n".join(lines)
 
 
@@ -145,7 +178,11 @@ def check(
             report.passes.append(oracle.compare(name, expanded(program)))
         before = program
 
-    compile_program(model, plan, world_size, args, kwargs, training=model.training, loss_fn=loss_fn, observe=observe)
+    program = compile_program(
+        model, plan, world_size, args, kwargs, training=model.training, loss_fn=loss_fn, observe=observe
+    )
+    if program.dtype_choices:
+        report.rounding = oracle.rounding(expanded(program))
     return report
 
 
@@ -221,14 +258,30 @@ class _Oracle:
         self.counted |= self.changed.statistics
         return PassReport(name, {}, {}, self.changed.disagreement, oracle=True)
 
-    def _run(self, program: Program) -> simulate.Result:
+    def rounding(self, program: Program) -> Rounding:
+        """``program`` in its own dtypes against the truth."""
+        got, want = self._run(program, promoted=False), self.changed or self._truth(program)
+        apart = {path: _relative(x.to(torch.float64), want.outputs[path]) for path, x in got.outputs.items()}
+        scalars = [e for path, e in apart.items() if not want.outputs[path].ndim]
+        tensors = [e for path, e in apart.items() if want.outputs[path].ndim]
+        pairs = [(got.grads[ph], g) for ph, g in want.grads.items() if g is not None]
+        square = sum(float(((0.0 if mine is None else mine.to(torch.float64)) - g).square().sum()) for mine, g in pairs)
+        length = sum(float(g.square().sum()) for _, g in pairs)
+        gradients = (square / max(length, 1e-300)) ** 0.5
+        return Rounding(max(scalars, default=0.0), max(tensors, default=0.0), gradients, BF16)
+
+    def _run(self, program: Program, promoted: bool = True) -> simulate.Result:
         by_path = flatten_call(self.args, self.kwargs).tensors()
         inputs = {ph: _input(by_path, spec.path) for ph, spec in program.inputs.items()}
         if wrong := program.size_problems({ph: tuple(x.shape) for ph, x in inputs.items()}):
             raise MoecError(wrong[0], where="check")
         params = {ph: self._full(spec) for ph, spec in program.params.items()}
         cot = {path: self.cotangents[id(x)] for path, x in self._leaves(program).items() if id(x) in self.cotangents}
-        return simulate.run(promote_program(program), params, inputs, cot)
+        if promoted:
+            return simulate.run(promote_program(program), params, inputs, cot)
+        params = {ph: x.to(program.params[ph].dtype) for ph, x in params.items()}
+        inputs = {ph: x.to(program.inputs[ph].dtype) for ph, x in inputs.items()}
+        return simulate.run(program, params, inputs, cot)
 
     def _leaves(self, program: Program) -> dict[str, Tensor]:
         outs = [o for o in program.outputs if not (o.index is None and o.constant is not None)]

@@ -1,9 +1,9 @@
 """parallelize: the pipeline on one screen.
 
 capture → normalize → causal_attention → raise_moe → raise_router → configure_router (where asked for) → statistics
-→ shard → redundant → bundle → fsdp, chunk_experts, pipeline_tp, cast_fp8, use_transformer_engine (where asked for)
-→ fuse_router, fuse_experts, fuse_permute, fuse_cross_entropy (unless turned off) → lower → expand, rejoin (where layers
-are equal) → bind to process groups → ParallelModule
+→ shard → redundant → bundle → cast_bf16, fsdp, chunk_experts, pipeline_tp, cast_fp8, use_transformer_engine (where
+asked for) → fuse_router, fuse_experts, fuse_permute, fuse_cross_entropy (unless turned off) → lower → expand, rejoin
+(where layers are equal) → bind to process groups → ParallelModule
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from moec.module import ParallelModule
 from moec.own_plan import own_plan
 from moec.passes import manager
 from moec.passes.bundle import bundle
+from moec.passes.cast_bf16 import cast_bf16
 from moec.passes.cast_fp8 import cast_fp8
 from moec.passes.causal_attention import causal_attention
 from moec.passes.chunk_experts import chunk_experts
@@ -62,9 +63,9 @@ __all__ = [
 ]  # fmt: skip
 
 PIPELINE: tuple[Pass, ...] = (
-    normalize, causal_attention, raise_moe, raise_router, configure_router, statistics, shard, redundant, bundle, fsdp,
-    units, chunk_experts, pipeline_tp, cast_fp8, use_transformer_engine, fuse_router, fuse_experts, fuse_permute,
-    fuse_cross_entropy, lower,
+    normalize, causal_attention, raise_moe, raise_router, configure_router, statistics, shard, redundant, bundle,
+    cast_bf16, fsdp, units, chunk_experts, pipeline_tp, cast_fp8, use_transformer_engine, fuse_router, fuse_experts,
+    fuse_permute, fuse_cross_entropy, lower,
 )  # fmt: skip
 
 
@@ -169,7 +170,7 @@ def parallelize(
         error = e
     if world == 1:
         assert first is not None
-        return ParallelModule(model, first, None, compile_fn, args, kwargs)
+        return ParallelModule(model, bind(first, {}), None, compile_fn, args, kwargs, lambda program: bind(program, {}))
     step = first and first.step and first.step.render()
     agree(f"plan {plan.to_dict()}, program {digest((first and first.render(), step)):x}", error, "parallelize")
     assert first is not None

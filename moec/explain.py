@@ -1,4 +1,5 @@
-"""explain: every collective of a training step (origin, group, bytes), where parameters lie and why, what was declined.
+"""explain: every collective of a training step (origin, group, bytes), where parameters lie and why, what ops compute
+in and why (where a plan asks for bf16), what was declined.
 
 Read off the compiled graph: nothing is computed, no ranks are needed.  A forward collective whose input needs a
 gradient has its dual in the backward; reductions that ``lower`` peeled off parameters form the epilogue, one bucket for
@@ -13,6 +14,7 @@ part of a collective's bytes that goes to ranks of other nodes.
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,9 +26,9 @@ from torch import fx
 
 from moec.cost.sizes import Sizes
 from moec.placement import local_shape, show
-from moec.program import ParamSpec, Program
+from moec.program import DtypeChoice, ParamSpec, Program
 from moec.regather import saved_gathers
-from moec.runtime.collectives import TABLE, collective, group_of
+from moec.runtime.collectives import LOW_GATHER, TABLE, collective, group_of
 from moec.runtime.errors import MoecError
 
 if TYPE_CHECKING:
@@ -71,6 +73,8 @@ class Explanation:
     collectives: tuple[CollectiveUse, ...]
     parameters: tuple[Placement, ...]
     declined: tuple[str, ...]
+    dtypes: tuple[DtypeChoice, ...] = ()
+    """What ops compute in and why, where a plan asks for bf16."""
 
     def totals(self) -> dict[str, tuple[int, int]]:
         """(count, bytes) by phase and primitive, by traffic (``"parameter"``, ``"activation"``), ``"all"``, and
@@ -93,6 +97,7 @@ class Explanation:
             "collectives": [asdict(c) for c in self.collectives],
             "parameters": [asdict(p) for p in self.parameters],
             "declined": list(self.declined),
+            "dtypes": [asdict(d) for d in self.dtypes],
         }
 
     def to_json(self) -> str:
@@ -126,6 +131,8 @@ class Explanation:
                 for p in self.parameters
             ],
         )
+        if self.dtypes:
+            lines += ["", "dtypes"] + _table(("module", "computes in", "why", "ops"), _by_module(self.dtypes))
         lines += ["", "declined rewrites"] + [f"  {d}" for d in self.declined or ("none",)]
         return "\n".join(lines)
 
@@ -158,7 +165,15 @@ def explain(target: Program | ParallelModule, sizes: Mapping[str, tuple[int, ...
         uses += _epilogue(program)
     uses = [replace(u, crossing=_crossing(program, u)) for u in uses]
     places = tuple(_placement(program, s) for s in program.params.values())
-    return Explanation(shown, tuple(uses), places, tuple(program.why_not))
+    return Explanation(shown, tuple(uses), places, tuple(program.why_not), program.dtype_choices)
+
+
+def _by_module(dtypes: Sequence[DtypeChoice]) -> list[tuple[str, ...]]:
+    """Rows of a table: what the ops of a module compute in, equal layers together."""
+    rows: dict[tuple[str, str, str], dict[str, None]] = defaultdict(dict)
+    for d in dtypes:
+        rows[re.sub(r"\b\d+\b", "*", d.where), d.dtype, d.why][d.op] = None
+    return [(where or "(top)", dtype, why, ", ".join(ops)) for (where, dtype, why), ops in rows.items()]
 
 
 def _of_parameters(program: Program) -> set[fx.Node]:
@@ -179,7 +194,11 @@ def _uses(
     if entry is None:
         return []
     source = node.args[0]
+    wider = 1
     if phase == "backward" and not again:
+        if entry.kind == LOW_GATHER:  # the gradient is the master's, and as wide
+            source = node.args[1]
+            wider = source.meta["val"].dtype.itemsize // node.meta["val"].dtype.itemsize
         if entry.dual is None or not source.meta["grad"]:
             return []
         entry = TABLE[entry.dual]
@@ -195,7 +214,7 @@ def _uses(
             TRAFFIC[source not in own],
             group_of_key(program, node),
             node.args[-2],
-            entry.tensor_bytes(*sizes),
+            entry.tensor_bytes(sizes[0], sizes[1] * wider),
             node.meta.get("where", ""),
             node.name,
             rows and entry.primitive == "exchange",

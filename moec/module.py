@@ -36,6 +36,7 @@ from moec.program import EQUAL_LENGTHS, OutputSpec, ParamSpec, Program
 from moec.runtime.errors import MoecError
 from moec.runtime.groups import Groups
 from moec.runtime.mesh import Mesh
+from moec.runtime.narrow import NARROW, NarrowCopies
 from moec.runtime.reshard import RESHARDING, Resharding
 from moec.runtime.torch_compat import boxed
 from moec.scheduled import Execute, Parameter, Runner
@@ -104,6 +105,7 @@ class ParallelModule(nn.Module):
         self._programs: dict[str, Program] = {first.key(program.training): self._accepted(program)}
         self._runners: dict[str, Runner] = {}
         self._execute: Execute = boxed
+        self.narrow_copies = NarrowCopies()
         self.accounts = Accounts()
         self.last_sizes: dict[str, tuple[int, ...]] = {}
         """Shapes of this rank's inputs in the last forward, by path (what ``moec.explain`` states bytes for)."""
@@ -153,10 +155,13 @@ class ParallelModule(nn.Module):
     def _recorded(self, program: Program, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Run the graph under autograd, which records its backward."""
         reshards = torch.is_grad_enabled() and any(n.name == RESHARDING for n in program.placeholders())
-        owners = ((to_local(s.value), s.value) for s in self._slots.values())
+        copies = self._narrow(program)
+        owners = [(to_local(s.value), s.value) for s in self._slots.values()]
+        owners += [(copy, self._slots[program.params[name].name].value) for name, copy in copies.items()]
         resharding = Resharding(owners) if reshards else None
+        operands = self._operands(program, {**tensors, RESHARDING: resharding, NARROW: copies})
         with resharding.hooks() if resharding is not None else nullcontext():
-            return program.module(*self._operands(program, tensors, resharding))
+            return program.module(*operands)
 
     def _scheduled(self, key: str, program: Program, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Run the forward and the backward graph."""
@@ -378,12 +383,20 @@ class ParallelModule(nn.Module):
                 problems.append(f"{spec.name} was frozen when the model was compiled: unfreeze it before parallelizing")
         return problems
 
-    def _operands(
-        self, program: Program, tensors: dict[str, Tensor], resharding: Resharding | None
-    ) -> Iterator[Tensor | Resharding | None]:
-        """Placeholder values in order.  Trainable parameters come through the gradient epilogue."""
+    def _narrow(self, program: Program) -> dict[str, Tensor]:
+        """The narrow copies that the graph reads, by parameter placeholder; cast anew where a parameter changed."""
+        found = {}
+        for name, dtype in program.narrowed.items():
+            spec = program.params[name]
+            value = self._slots[spec.name].value
+            enter = partial(self._enter, value, spec)
+            found[name] = self.narrow_copies.copy(spec.name, value, to_local(value), enter, dtype)
+        return found
+
+    def _operands(self, program: Program, values: dict[str, Any]) -> Iterator[Any]:
+        """Placeholder values in order, to ``values`` of what is no parameter.  Trainable parameters come through the
+        gradient epilogue."""
         names = [n.name for n in program.placeholders()]
-        values: dict[str, Tensor | Resharding | None] = {**tensors, RESHARDING: resharding}
         trained = []
         for name in names:
             if (spec := program.params.get(name)) is None:

@@ -301,9 +301,10 @@ class Plan:
                 f"router.capacity_factor={capacity} drops tokens, and dispatch='alltoall' is for "
                 "dropless routing; leave the choice to dispatch='auto'"
             )
-        p = self.precision
-        if p is not None and (p != Precision(fp8=p.fp8, exclude=p.exclude) or p.fp8 == "delayed"):
-            problems.append(f"precision={p.to_dict()} is not built yet")
+        if isinstance(p := self.precision, Precision):
+            built = replace(Precision(), compute=p.compute, fp8=p.fp8, exclude=p.exclude)
+            if p != built or p.fp8 == "delayed":
+                problems.append(f"precision={p.to_dict()}: payloads and delayed scaling are not built yet")
         if isinstance(self.layout, Mapping):
             problems += [
                 f"layout: unknown style {_did_you_mean(style, STYLES)} for {pattern!r}; known: {', '.join(STYLES)}"

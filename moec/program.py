@@ -151,6 +151,17 @@ class Repeat:
 
 
 @dataclass(frozen=True)
+class DtypeChoice:
+    """What ``count`` ops of the module ``where`` compute in (``bfloat16``, ``float32``), and why."""
+
+    where: str
+    op: str
+    dtype: str
+    why: str
+    count: int
+
+
+@dataclass(frozen=True)
 class Gathered:
     """How a whole parameter came to be: ``start`` gathers, alone or with others, dim ``dim`` of ``shard``."""
 
@@ -178,6 +189,8 @@ class Program:
     """What holds of this graph: the vocabulary of ``PassContract.requires`` and ``provides``."""
     grad_reductions: dict[str, str] = field(default_factory=dict)
     """After ``lower``: parameter placeholder -> group key over which its gradient is summed when backward ends."""
+    narrowed: dict[str, torch.dtype] = field(default_factory=dict)
+    """After ``lower``: parameter placeholder -> dtype of the copy of it that the graph reads."""
     statistics: dict[str, Statistic] = field(default_factory=dict)
     """``<path of a MoE block>:<what>`` -> a value past the outputs; ``tally`` (``moec.tally``) for every block."""
     why_not: list[str] = field(default_factory=list)
@@ -190,6 +203,8 @@ class Program:
     """Parameter name -> who placed it and why."""
     step: Step | None = None
     """Where the plan has ``overlap``, forward and backward as graphs: these run, not ``module``."""
+    dtype_choices: tuple[DtypeChoice, ...] = ()
+    """What ``cast_bf16`` decided, in graph order."""
     repeats: tuple[Repeat, ...] = ()
     """Runs of equal layers that the graph holds some of; none once they are expanded."""
 
@@ -212,6 +227,7 @@ class Program:
             constants=dict(self.constants),
             facts=set(self.facts),
             grad_reductions=dict(self.grad_reductions),
+            narrowed=dict(self.narrowed),
             statistics=dict(self.statistics),
             why_not=list(self.why_not),
             layout_reasons=dict(self.layout_reasons),
@@ -284,7 +300,7 @@ def _gathered(value: fx.Node) -> Gathered:
         if node.target is operator.getitem:
             index = node.args[1]
         node = next(n for n in node.all_input_nodes if "val" in n.meta)
-    shard, dim = node.args[:2]
+    shard, dim = node.args[0], node.args[-3]
     if op_name(shard) == "moec.pack":
         shard, dim = shard.args[0][index], shard.args[2][index]
     return Gathered(node, shard, dim)

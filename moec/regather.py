@@ -35,7 +35,7 @@ def saved_gathers(program: Program) -> dict[fx.Node, list[tuple[fx.Node, int]]]:
         if value is not None and now is not None:
             how = gathers[value]
             saved_by[how.start] = now
-            elements[how.start][value] = env[how.shard].numel() * how.start.args[2]
+            elements[how.start][value] = env[how.shard].numel() * how.start.args[-2]
 
     env: dict[fx.Node, Any] = {}
     with (

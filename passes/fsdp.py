@@ -15,7 +15,9 @@ Algorithm
     3. Gather: S→R, whose backward is a reduce-scatter, before the first use; whole from then on.  Where some use keeps
        the parameter invariant over such an axis, S→I.  Padding of uneven parts is cut off behind.  The node that then
        stands for the parameter is marked in ``meta["gathered"]`` with the runs that are no padding (none: all is data).
-    4. The experts of a block are gathered together, before the tokens are dealt out: whatever the routing is, every
+    4. A parameter that is only read narrow (``cast_bf16``) is cast before its gather, which carries the narrow copy:
+       ``moec::s_to_r_low``, whose backward widens the gradient before it is summed.
+    5. The experts of a block are gathered together, before the tokens are dealt out: whatever the routing is, every
        rank takes part.
 """
 
@@ -28,14 +30,16 @@ from torch import fx
 
 from moec.passes.contract import Pass, PassContract
 from moec.passes.hoist import I_TO_R, become_r, owed
+from moec.passes.typed import dtype_of
 from moec.placement import I, R, S, Type, Types, local_shape
 from moec.plan import Plan
 from moec.program import ParamSpec, Program, op_name
-from moec.runtime.collectives import TABLE
+from moec.runtime.collectives import LOW_GATHER, TABLE
 from moec.runtime.mesh import Mesh
 from moec.runtime.torch_compat import WAIT
 
 aten = torch.ops.aten
+CAST = aten._to_copy.default
 
 
 def _run(program: Program, plan: Plan) -> Program:
@@ -46,9 +50,10 @@ def _run(program: Program, plan: Plan) -> Program:
         if spec is not None and not spec.buffer and node.users and _place(program, spec):  # 1
             sharded[node] = _hoist(program, node)  # 2
     before = {node: min(node.users, key=order.__getitem__) for node in sharded}
-    _together(program, before, order)  # 4
-    for node, turned in sharded.items():
-        _gather(program, node, turned, before[node])  # 3
+    _together(program, before, order)  # 5
+    replaced = [_gather(program, node, turned, before[node]) for node, turned in sharded.items()]  # 3
+    for cast in filter(None, replaced):  # now only: what stands before one of them was put there
+        program.graph.erase_node(cast)
     if plan.reshard_after_forward:
         program.facts.add("reshard_after_forward")
     program.graph.lint()
@@ -115,7 +120,7 @@ def _fsdp_axes(program: Program, node: fx.Node) -> set[str]:
     return {a for a, t in stored.items() if t != node.meta["types"][a]}
 
 
-# -- steps 3 and 4
+# -- steps 3 to 5
 
 
 def _together(program: Program, before: dict[fx.Node, fx.Node], order: dict[fx.Node, int]) -> None:
@@ -130,19 +135,24 @@ def _together(program: Program, before: dict[fx.Node, fx.Node], order: dict[fx.N
         before.update(dict.fromkeys(mine, min(points, key=order.__getitem__)))
 
 
-def _gather(program: Program, node: fx.Node, turned: set[str], before: fx.Node) -> None:
+def _gather(program: Program, node: fx.Node, turned: set[str], before: fx.Node) -> fx.Node | None:
+    """Returns the cast behind the parameter if one before its gather takes its place."""
     graph, mesh, spec = program.graph, program.mesh, program.params[node.name]
-    users, fsdp = list(node.users), _fsdp_axes(program, node)
+    fsdp = _fsdp_axes(program, node)
     group, dim = mesh.key(fsdp), next(spec.types[a].dim for a in fsdp)
     rest = mesh.key(turned - fsdp)
     whole = R if fsdp <= turned or not node.meta["grad"] else I
 
-    def call(target, args: tuple, size: int, changed: dict[str, Type]) -> fx.Node:
-        """A node like the value so far, but for the length of ``dim`` and some types."""
-        out = graph.call_function(target, args)
-        val = node.meta["val"]
-        if size != val.shape[dim]:
-            val = val.new_empty([size if d == dim else n for d, n in enumerate(val.shape)])
+    narrow = _narrow_copy(node) if spec.shape[dim] > 1 else None  # one number has no parts to be cast
+    users = list((narrow or node).users)
+
+    def call(target, args: tuple, size: int, changed: dict[str, Type], dtype: torch.dtype | None = None) -> fx.Node:
+        """A node like the value so far, but for the length of ``dim`` and some types; ``dtype`` of a cast."""
+        out = graph.call_function(target, args, {} if dtype is None else {"dtype": dtype})
+        val = value.meta["val"]
+        shape = [size if d == dim else n for d, n in enumerate(val.shape)]
+        if size != val.shape[dim] or dtype is not None:
+            val = val.new_empty(shape, dtype=dtype)
         out.meta.update(val=val, types={**types, **changed}, where=node.meta["where"], grad=node.meta["grad"])
         return out
 
@@ -155,8 +165,15 @@ def _gather(program: Program, node: fx.Node, turned: set[str], before: fx.Node) 
         if rest:
             value = call(I_TO_R, (value, 0, mesh.size(rest), rest), padded, dict.fromkeys(turned - fsdp, R))
             types = value.meta["types"]
-        op = TABLE["s_to_r" if whole == R else "s_to_i"].op
-        value = call(op, (value, dim, len(lengths), group), padded, dict.fromkeys(fsdp, whole))
+        kind = "s_to_r" if whole == R else "s_to_i"
+        masters: tuple[fx.Node, ...] = ()
+        if narrow is not None:  # 4
+            source = value
+            value = call(CAST, (node,), padded, {}, narrow.meta["val"].dtype)
+            if whole == R and node.meta["grad"]:
+                kind, masters = LOW_GATHER, (source,)
+                value.meta["grad"] = False
+        value = call(TABLE[kind].op, (value, *masters, dim, len(lengths), group), padded, dict.fromkeys(fsdp, whole))
         types = value.meta["types"]
         value = call(WAIT, (value,), padded, {})
         runs = () if even else _filled(lengths)
@@ -165,7 +182,16 @@ def _gather(program: Program, node: fx.Node, turned: set[str], before: fx.Node) 
             value = parts[0] if len(parts) == 1 else call(aten.cat.default, (parts, dim), spec.shape[dim], {})
     value.meta["gathered"] = runs
     for user in users:
-        user.replace_input_with(node, value)
+        user.replace_input_with(narrow or node, value)
+    return narrow
+
+
+def _narrow_copy(node: fx.Node) -> fx.Node | None:
+    """The cast to fewer bits that is all that reads the parameter."""
+    users = list(node.users)
+    if len(users) != 1 or users[0].target is not CAST:
+        return None
+    return users[0] if dtype_of(users[0]).itemsize < dtype_of(node).itemsize else None
 
 
 def _filled(lengths: list[int]) -> tuple[tuple[int, int], ...]:

@@ -17,9 +17,12 @@ I_TO_R = TABLE["i_to_r"].op
 
 
 def owed(node: fx.Node) -> set[str]:
-    """The axes over which every use of ``node`` turns it from I to R, views and conversions of it looked through."""
+    """The axes over which every use of ``node`` that has a gradient turns it from I to R, views and conversions of it
+    looked through."""
     found: set[str] | None = None
     for user in node.users:
+        if not user.meta.get("grad", True):
+            continue
         axes = _owed_by(user, node)
         found = axes if found is None else found & axes
     return found or set()
@@ -49,6 +52,8 @@ def become_r(program: Program, node: fx.Node, axes: set[str]) -> None:
     if not axes:
         return
     for user in list(node.users):
+        if not user.meta.get("grad", True):
+            continue  # without a gradient I and R are one
         if user.target is not I_TO_R:
             types = [{a: R if a in axes else t for a, t in x.items()} for x in _types_of(user)]
             user.meta["types"] = types if isinstance(user.meta["types"], list) else types[0]

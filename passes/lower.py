@@ -11,21 +11,29 @@ Algorithm
        forward they are the identity, backward the reduction of that parameter's gradient.  Peeled, all reductions
        become one epilogue of the backward (bucketed, and deferrable by gradient accumulation) instead of one collective
        each in the middle of it.
-    2. ``bind`` (once the process groups exist) replaces group keys by the names of real groups.  If parameters are to
-       be resharded after the forward, it tells ``runtime.reshard`` of every gather; that takes one more placeholder.
+    2. Note which parameters the graph casts to fewer bits (``Program.narrowed``): a run keeps such copies.
+    3. ``bind`` (once the process groups exist) replaces group keys by the names of real groups.  If parameters are to
+       be resharded after the forward, it tells ``runtime.reshard`` of every gather, and casts of parameters read the
+       copies of ``runtime.narrow``; each takes one more placeholder.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from moec.passes.contract import Pass, PassContract
 from moec.passes.hoist import become_r, owed
+from moec.passes.rewrite import replace
+from moec.passes.typed import dtype_of
 from moec.placement import R
 from moec.plan import Plan
 from moec.program import Gathered, Program
 from moec.runtime.collectives import collective, group_of
+from moec.runtime.narrow import NARROW, narrow
 from moec.runtime.reshard import RESHARDING, gathered
+
+CAST = torch.ops.aten._to_copy.default
 
 
 def _run(program: Program, plan: Plan) -> Program:
@@ -34,6 +42,10 @@ def _run(program: Program, plan: Plan) -> Program:
             become_r(program, node, axes)
             node.meta["types"] = {a: R if a in axes else t for a, t in node.meta["types"].items()}
             program.grad_reductions[node.name] = program.mesh.key(axes)
+    for cast in program.graph.find_nodes(op="call_function", target=CAST):  # 2
+        source, to = cast.args[0], dtype_of(cast)
+        if source.name in program.params and to.itemsize < dtype_of(source).itemsize:
+            program.narrowed[source.name] = to
     program.graph.lint()
     program.module.recompile()
     return program
@@ -55,10 +67,26 @@ def bind(program: Program, names: dict[str, str]) -> Program:
             node.args = fx.node.map_aggregate(node.args, lambda a: names.get(a, a) if isinstance(a, str) else a)
     if program.step:
         bound.step = program.step.bound(names)
-    elif resharded := bound.resharded():
-        _reshard(bound, resharded)
+    else:
+        if bound.narrowed:
+            _narrow(bound)
+        if resharded := bound.resharded():
+            _reshard(bound, resharded)
     bound.module.recompile()
     return bound
+
+
+def _narrow(program: Program) -> None:
+    graph = program.graph
+    with graph.inserting_before(next(iter(graph.nodes))):
+        copies = graph.placeholder(NARROW)
+    for cast in graph.find_nodes(op="call_function", target=CAST):
+        source, to = cast.args[0], dtype_of(cast)
+        if program.narrowed.get(source.name) == to:
+            with graph.inserting_before(cast):
+                read = graph.call_function(narrow, (copies, source, source.name, to))
+            read.meta.update(cast.meta)
+            replace(cast, read)
 
 
 def _reshard(program: Program, resharded: dict[fx.Node, Gathered]) -> None:
@@ -67,7 +95,7 @@ def _reshard(program: Program, resharded: dict[fx.Node, Gathered]) -> None:
         resharding = graph.placeholder(RESHARDING)
     for value, how in resharded.items():
         with graph.inserting_after(value):
-            args = (resharding, value, how.start.name, how.shard, how.dim, *how.start.args[2:], value.meta["gathered"])
+            args = (resharding, value, how.start.name, how.shard, how.dim, *how.start.args[-2:], value.meta["gathered"])
             noted = graph.call_function(gathered, args)
         noted.meta.update(value.meta)
         del value.meta["gathered"]

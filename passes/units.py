@@ -12,6 +12,7 @@ Algorithm
        (norm and head) makes a unit of its own.
     2. Gathers of a unit over the same ranks, of the same dtype, with gradients or without, become
        pack → gather → unpack at the place of the first of them.  Padding of uneven parts is cut off behind, as before.
+       Of narrow copies the masters, whose the gradients are, are packed too, without their values.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from moec.passes.contract import Pass, PassContract
 from moec.placement import S, Types, V, local_shape
 from moec.plan import Plan
 from moec.program import Program
-from moec.runtime.collectives import collective, group_of
+from moec.runtime.collectives import LOW_GATHER, TABLE, collective, group_of
 from moec.runtime.ops.pack import flatten_shapes
 from moec.runtime.torch_compat import WAIT
 
 pack, unpack = torch.ops.moec.pack.default, torch.ops.moec.unpack.default
+pack_empty, GATHER_LOW = torch.ops.moec.pack_empty.default, TABLE[LOW_GATHER].op
 
 
 def _run(program: Program, plan: Plan) -> Program:
@@ -69,7 +71,7 @@ def _gather_starts(program: Program) -> list[fx.Node]:
 
 def _parameter_of(start: fx.Node) -> fx.Node | None:
     """The placeholder whose shard a collective gathers, seen through the conversion that owes its reduction."""
-    node = start.args[0]
+    node = start.args[1] if start.target is GATHER_LOW else start.args[0]
     if (c := collective(node.target)) is not None and c.kind == "i_to_r":
         node = node.args[0]
     return node if node.op == "placeholder" and "gathered" in _behind(start).meta else None
@@ -90,14 +92,14 @@ def _layer(name: str) -> str:
 
 def _join(program: Program, starts: list[fx.Node]) -> None:
     graph, first = program.graph, starts[0]
-    sources = [s.args[0] for s in starts]
-    dims, size, group = [s.args[1] for s in starts], first.args[2], group_of(first)
-    for source in sources:
+    sources, masters = [s.args[0] for s in starts], [s.args[1] for s in starts if s.target is GATHER_LOW]
+    dims, size, group = [s.args[-3] for s in starts], first.args[-2], group_of(first)
+    for source in (*sources, *masters):
         if source.op != "placeholder":
             first.prepend(source)
     where, grad = first.meta["where"], first.meta["grad"]
 
-    def call(target, args: tuple, val, types) -> fx.Node:
+    def call(target, args: tuple, val, types, grad: bool = grad) -> fx.Node:
         out = graph.call_function(target, args)
         out.meta.update(val=val, types=types, where=where, grad=grad)
         return out
@@ -110,9 +112,12 @@ def _join(program: Program, starts: list[fx.Node]) -> None:
     elements = sum(torch.Size(s).numel() for s in shapes)
     val = waits[0].meta["val"].new_empty((elements,))
     with graph.inserting_before(first):
-        flat = call(pack, (sources, 1, dims), val, types)
+        flat = [call(pack, (sources, 1, dims), val, types, grad and not masters)]
+        if masters:
+            wide = val.to(masters[0].meta["val"].dtype)
+            flat.append(call(pack_empty, (masters, 1, dims), wide, types))
         whole = {**types, **{a: first.meta["types"][a] for a in axes}}
-        started = call(first.target, (flat, 0, size, group), val, whole)
+        started = call(first.target, (*flat, 0, size, group), val, whole)
         done = call(WAIT, (started,), val, whole)
         args = (done, size, dims, flatten_shapes(shapes))
         parts = call(unpack, args, [w.meta["val"] for w in waits], [w.meta["types"] for w in waits])

@@ -78,6 +78,7 @@ TABLE: dict[str, Collective] = {
         Collective("p_to_i", "P", "I", "all_reduce", "i_to_r"),
         Collective("p_to_r", "P", "R", "all_reduce", "p_to_r"),
         Collective("s_to_r", "S", "R", "all_gather", "p_to_s"),
+        Collective("s_to_r_low", "S", "R", "all_gather", "p_to_s"),
         Collective("p_to_s", "P", "S", "reduce_scatter", "s_to_r"),
         Collective("s_to_i", "S", "I", "all_gather", "i_to_s"),
         Collective("i_to_s", "I", "S", "slice", "s_to_i"),
@@ -98,8 +99,13 @@ COLLECTIVES = TABLE
 MAXIMA = ("m_to_i", "i_to_m")
 """Of magnitudes, not of values: forward or backward the largest of the ranks' numbers (FP8 scales)."""
 
+LOW_GATHER = "s_to_r_low"
+"""``s_to_r`` of a parameter's narrow copy, whose gradient is the parameter's: ``(x, master, dim, size, group)``."""
+
 CONVERSIONS = tuple(
-    k for k, c in TABLE.items() if c.primitive not in ("exchange", "equal", "counts") and k not in MAXIMA
+    k
+    for k, c in TABLE.items()
+    if c.primitive not in ("exchange", "equal", "counts") and k not in (*MAXIMA, LOW_GATHER)
 )
 """Kinds ``(x, dim, [to_dim,] size, group)``, like ``MAXIMA``; the rest have signatures of their own."""
 

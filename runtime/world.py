@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from . import simulate
-from .collectives import TABLE, Collective, collective, is_wait
+from .collectives import LOW_GATHER, TABLE, Collective, collective, is_wait
 from .errors import MoecError
 from .mesh import Mesh
 from .torch_compat import OpOverload
@@ -110,6 +110,8 @@ class LockstepWorld:
         if entry.primitive == "equal":
             return self._convert(entry, key, node, xs, 0, 0)
         dim = bound[0]["dim"]
+        if entry.kind == LOW_GATHER:
+            return self._gather_low(entry, key, node, xs, [b["master"] for b in bound], dim)
         return self._convert(entry, key, node, xs, dim, bound[0].get("to_dim", dim))
 
     def _convert(
@@ -125,6 +127,21 @@ class LockstepWorld:
             return forward(self.table[entry.dual], "backward", grads, back)
 
         return list(_Across.apply(lambda v: forward(entry, "forward", v, (dim, to_dim)), backward, *xs))
+
+    def _gather_low(
+        self, entry: Collective, key: str, node: fx.Node, xs: Sequence[Tensor], masters: Sequence[Tensor], dim: int
+    ) -> list[Tensor]:
+        """What travels is ``xs``; gradients are widened to the dtype of ``masters``, reduced, and theirs."""
+
+        def move(c: Collective, phase: str, values: Sequence[Tensor]) -> list[Tensor]:
+            run = lambda ranks, mine: simulate.convert(c.primitive, mine, dim, dim)  # noqa: E731
+            return self._across(c, key, node, values, run, phase)
+
+        def backward(grads: Sequence[Tensor]) -> list[Tensor]:
+            wide = [g.to(m.dtype) for g, m in zip(grads, masters, strict=True)]
+            return move(self.table[entry.dual], "backward", wide)
+
+        return list(_Across.apply(lambda _: move(entry, "forward", [x.detach() for x in xs]), backward, *masters))
 
     def _exchange(
         self, entry: Collective, key: str, node: fx.Node, xs: Sequence[Tensor], bound: list[dict[str, Any]]

@@ -21,7 +21,7 @@ from moec.passes.verify.dialect import derive_dialect, meaning, product_type
 from moec.passes.verify.fp8 import FP8, derive_fp8
 from moec.placement import I, R, S, Type, Types, V, show
 from moec.program import Program, op_name
-from moec.runtime.collectives import CONVERSIONS, MAXIMA, collective, group_of, is_wait
+from moec.runtime.collectives import CONVERSIONS, LOW_GATHER, MAXIMA, TABLE, collective, group_of, is_wait
 from moec.runtime.errors import MoecError
 
 BY_THE_TABLE = {
@@ -73,11 +73,13 @@ def derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
     if is_wait(node.target):
         return derived[node.args[0]]
     entry, name = collective(node.target), meaning(node)
+    if entry is not None and entry.kind == LOW_GATHER:
+        return _gather_low(program, node, derived, entry)
     if entry is not None and entry.kind in (*CONVERSIONS, *MAXIMA):
         return _convert(program, node, derived[node.args[0]], entry)
     ops = operands(node)
     types = [derived[o] if o.meta["grad"] else _neutral(derived[o]) for o in ops]
-    if name == "moec.pack":
+    if name in ("moec.pack", "moec.pack_empty"):
         return _pack(node, types)
     if name == "moec.unpack":
         return _unpack(node, derived)
@@ -124,8 +126,7 @@ def derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
 
 
 def _convert(program: Program, node: fx.Node, source: Types, entry) -> Types:
-    dim = node.args[1]
-    to_dim = node.args[2] if entry.kind == "s_to_s" else dim
+    dim, to_dim = node.args[1:3] if entry.kind == "s_to_s" else [node.args[-3]] * 2
     out = dict(source)
     axes = group_of(node).split(",")
     # What is cut from a dim that axes minor to these share already, is cut from each of their blocks.
@@ -141,9 +142,18 @@ def _convert(program: Program, node: fx.Node, source: Types, entry) -> Types:
     return out
 
 
+def _gather_low(program: Program, node: fx.Node, derived, entry) -> Types:
+    """The narrow copy has no gradient, its master has, and both are sharded alike."""
+    x, master = node.args[:2]
+    if x.meta["grad"] or not master.meta["grad"]:
+        raise MoecError(f"{node.format_node()}: the gradient is not its master's alone", where=node.meta["where"])
+    _agree(x, derived[master], derived[x])
+    return _convert(program, node, derived[master], entry)
+
+
 def _pack(node: fx.Node, types: list[Types]) -> Types:
     """Shards as one vector, for the gather that follows: each is sharded there, on the dim that is to be whole."""
-    user = next(iter(node.users))
+    user = next(iter(node.users), node)
     entry = collective(user.target)
     if entry is None or entry.primitive != "all_gather" or len(node.users) != 1 or node.args[1] != 1:
         raise MoecError(f"{node.format_node()} does not feed one gather", where=node.meta.get("where", ""))
@@ -164,8 +174,14 @@ def _unpack(node: fx.Node, derived) -> list[Types]:
     source = started.args[0] if started.args else None
     if source is None or op_name(source) != "moec.pack" or node.args[2] != source.args[2]:
         raise MoecError(f"{node.format_node()} takes apart what was not packed so", where=node.meta.get("where", ""))
+    packed = source.args[0]
+    if started.target is TABLE[LOW_GATHER].op:
+        masters = started.args[1]
+        if op_name(masters) != "moec.pack_empty" or masters.args[1:] != source.args[1:]:
+            raise MoecError(f"{started.format_node()} has masters packed otherwise", where=node.meta.get("where", ""))
+        packed = masters.args[0]
     whole, axes = derived[node.args[0]], group_of(started).split(",")
-    return [{a: whole[a] if a in axes else t for a, t in derived[x].items()} for x in source.args[0]]
+    return [{a: whole[a] if a in axes else t for a, t in derived[x].items()} for x in packed]
 
 
 def _chunks(node: fx.Node, name: str, types: list[Types]) -> Types | list[Types]:
