@@ -23,10 +23,11 @@ from torch import fx
 
 from moec.passes.joint import JointGraphs
 from moec.program import Program
-from moec.runtime.collectives import collective, is_start, is_wait
+from moec.runtime.collectives import LOW_GATHER, TABLE, collective, is_start, is_wait
 from moec.runtime.ops.pack import flatten_shapes
 
 aten, moec = torch.ops.aten, torch.ops.moec
+GATHER_LOW = TABLE[LOW_GATHER].op
 MOVES = frozenset({
     aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.permute.default,
     aten.slice.Tensor, aten.cat.default, aten.unsqueeze.default, aten.squeeze.dim, aten.select.int, aten.alias.default,
@@ -73,13 +74,18 @@ def _made_anew(graphs: JointGraphs, made_by: dict[fx.Node, frozenset[fx.Node]]) 
     last = set([n for n in made_by if is_gather(n)][-KEPT:])
     moved: set[fx.Node] = set()
     for node in made_by:  # what a gather and moves alone make
-        if node.op == "placeholder" or (_moves(node) and all(i in moved for i in node.all_input_nodes)):
+        if node.op == "placeholder" or (_moves(node) and all(i in moved for i in _sources(node))):
             moved.add(node)
 
     def matrix(node: fx.Node) -> bool:
         return isinstance(val := node.meta.get("val"), torch.Tensor) and val.ndim > 1
 
     return [v for v in saved if v in moved and made_by[v] and not made_by[v] & last and matrix(v)]
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """What the values of ``node`` come from: of a narrow gather not the master, which has to do with gradients alone."""
+    return [node.args[0]] if node.target is GATHER_LOW else node.all_input_nodes
 
 
 def _moves(node: fx.Node) -> bool:
@@ -96,7 +102,7 @@ class _Regather:
         self.needed = set(anew)
         for node in reversed(list(made_by)):
             if node in self.needed:
-                self.needed.update(node.all_input_nodes)
+                self.needed.update(_sources(node))
         self.env: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> None:
@@ -128,7 +134,7 @@ class _Regather:
     def _reads(self, node: fx.Node) -> list[fx.Node]:
         if node.target is moec.pack.default:
             return [node.args[0][i] for i in self._positions(node)]
-        return [] if node.op == "placeholder" else node.all_input_nodes
+        return [] if node.op == "placeholder" else _sources(node)
 
     def _one(self, node: fx.Node) -> fx.Node:
         if node.op == "placeholder":
@@ -138,6 +144,8 @@ class _Regather:
             copy = self.backward.call_function(operator.getitem, (self.env[node.args[0]], at))
         elif node.target in (moec.pack.default, moec.unpack.default):
             copy = self.backward.call_function(node.target, self._narrowed(node))
+        elif node.target is GATHER_LOW:
+            copy = self.backward.call_function(TABLE["s_to_r"].op, (self.env[node.args[0]], *node.args[-3:]))
         else:
             copy = self.backward.node_copy(node, self.env.__getitem__)
         copy.meta = dict(node.meta)
