@@ -84,7 +84,7 @@ def _made_anew(graphs: JointGraphs, made_by: dict[fx.Node, frozenset[fx.Node]]) 
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
-    """What the values of ``node`` come from: of a narrow gather not the master, which has to do with gradients alone."""
+    """What the values of ``node`` come from: of a narrow gather not the master, which is there for gradients alone."""
     return [node.args[0]] if node.target is GATHER_LOW else node.all_input_nodes
 
 
