@@ -30,7 +30,12 @@ BATCH, LENGTH, LEARNING_RATE = 8, 64, 3e-3
 SEEDS = {"weights": 0, "batches": 1}
 RESULTS = ROOT / "benchmarks" / "results"
 
-CURVES: dict[str, moec.Precision | None] = {"fp32": None, "bf16": moec.Precision(compute="bf16")}
+RECIPES = ("current", "rowwise", "blockwise", "mxfp8")
+CURVES: dict[str, moec.Precision | None] = {
+    "fp32": None,
+    "bf16": moec.Precision(compute="bf16"),
+    **{name: moec.Precision(compute="bf16", fp8=name) for name in RECIPES},
+}
 
 
 def curve(precision: moec.Precision | None, steps: int, batches: Batches) -> list[float]:

@@ -6,6 +6,7 @@ within stated bounds of the model.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -16,6 +17,7 @@ from torch import fx
 import moec
 from moec import shards, simulate
 from moec.check import BF16
+from moec.overlap import Overlap
 from moec.passes.cast_bf16 import cast_bf16
 from moec.passes.dtype_rules import class_of
 from moec.passes.step import make_step
@@ -192,7 +194,9 @@ def test_scheduled_graphs_gather_narrow_copies_again():
     mesh, ranks = program.mesh, range(program.mesh.world)
     params, inputs = values("fsdp, ep", program)
     recorded = simulate.run(program, params, inputs, {"loss": torch.ones(())}).grads
-    step = make_step(program, PLANS["fsdp, ep"])
+    rows = inputs[next(iter(inputs))].shape[0] // mesh.size(mesh.role("dp"))
+    shapes = {path: (rows, *x.shape[1:]) for path, x in inputs.items()}
+    step = make_step(program, replace(PLANS["fsdp, ep"], overlap=Overlap(schedule=False, bucket_mb=None)), shapes)
     backward = step.backward(frozenset({0}))
     again = [n for n in backward.graph.nodes if op_name(n) == "moec.s_to_r"]
     assert any(op_dtype(n) == LOW for n in again)

@@ -157,7 +157,7 @@ def trains_like_one_device(rank, world):
         "tp": {"dp": 2, "tp": 2, "ep": 2, "sequence_parallel": True},
     }.items():
         model = parallelize(**plan)
-        opt = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+        opt = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
         losses = []
         for steps in range(2):
             for micro in range(2):
@@ -175,8 +175,9 @@ def trains_like_one_device(rank, world):
 
 
 def one_device():
+    """(SGD: Adam's first steps are signs of gradients, which rounding turns where they are small.)"""
     model = parallelize()
-    opt = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    opt = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
     losses = []
     for steps in range(2):
         for micro in range(2):
@@ -230,8 +231,9 @@ def gathers_low(rank, world):
         ops.s_to_r_low(x[:1], masters[0], 1, 4, group)
     with mock.patch.object(convert, "on_wait", lambda _, work: work.wait()):
         checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-        torch.library.opcheck(ops.s_to_r_low.default, (x, masters[0].detach().requires_grad_(), 1, 4, group), checks)
-        torch.library.opcheck(ops.pack_empty.default, (masters, 1, [1, 0]), checks[:2])
+        master = masters[0].detach().requires_grad_()
+        torch.library.opcheck(ops.s_to_r_low.default, (x, master, 1, 4, group), test_utils=checks)
+        torch.library.opcheck(ops.pack_empty.default, (masters, 1, [1, 0]), test_utils=checks[:2])
 
 
 def test_a_narrow_gather_sums_gradients_wide(gloo4):
