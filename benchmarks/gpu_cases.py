@@ -147,6 +147,7 @@ def cases(tiny: bool) -> list[Case]:
         Case("take_rows", ("take_rows",), lambda a: ops.take_rows(a, T - 3), (x(T, H),)),
         Case("pack", ("pack", "unpack"), lambda a, b: ops.unpack(ops.pack([a, b], 2, [0, 1]) * 2, 2, [0, 1],
              [2, 4, 6, 2, 3, 8]), (x(4, 6), x(3, 8))),
+        Case("pack_empty", ("pack_empty",), lambda a, b: ops.pack_empty([a, b], 1, [0, 1]), (x(4, 6), x(3, 8))),
         Case("align_rows", ("align_rows", "unalign_rows"),
              lambda a, c: (b := ops.align_rows(a, c, 16), ops.unalign_rows(b, c, 16, T * K)), (x(T * K, H), fewer)),
     ]  # fmt: skip

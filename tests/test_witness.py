@@ -23,6 +23,7 @@ from moec.compiler import compile_program
 from moec.overlap import Overlap
 from moec.placement import R, S
 from moec.plan import Plan
+from moec.precision import Precision
 from moec.program import Program, op_name
 from moec.runtime.collectives import TABLE, collective
 from moec.runtime.errors import MoecError
@@ -78,6 +79,14 @@ def last_stage(plan: Plan) -> Program:
 def test_a_right_program_with_options_is_accepted(plan: Plan) -> None:
     seen = witness(last_stage(plan)).by_rule
     assert bool(plan.fsdp) == ("moec.unpack" in seen)
+
+
+def test_narrow_copies() -> None:
+    plan = Plan(dp=2, tp=2, ep=2, fsdp=True, precision=Precision(compute="bf16"))
+    program = last_stage(plan)
+    assert any(op_name(n) == "moec.s_to_r_low" for n in program.graph.nodes if n.op == "call_function")
+    witness(program)
+    all_are_caught(program)
 
 
 @pytest.mark.parametrize(

@@ -32,12 +32,12 @@ from spmd_types import rules
 from spmd_types.checker import typecheck
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
-from witness_moves import CONVERSIONS, LOCAL, OWNERS, Axis, derived, spec_of
+from witness_moves import CONVERSIONS, LOCAL, OWNERS, Axis, derived, gather_low, spec_of
 from witness_rules import LACKING, MOEC, PACKED
 
 from moec.placement import Type, Types
 from moec.program import Program, op_name
-from moec.runtime.collectives import collective, is_wait
+from moec.runtime.collectives import LOW_GATHER, collective, is_wait
 from moec.runtime.mesh import Mesh
 from moec.runtime.torch_compat import expr
 
@@ -162,7 +162,8 @@ class Witness:
                 x = node.target(*args, **kwargs)
             return self._typed(x, node) if isinstance(x, Tensor) else x
         if entry := collective(node.target):
-            return CONVERSIONS[entry.primitive](self, node, entry, *args)
+            move = gather_low if entry.kind == LOW_GATHER else CONVERSIONS[entry.primitive]
+            return move(self, node, entry, *args)
         rule = MOEC.get(name) or (PACKED.get(name) if self._cuts_packed(node) else None) or LACKING.get(name)
         if name == "aten.linear" and args[0].ndim < 4 and 1 not in args[0].shape[1:-1]:
             rule = None  # DTensor knows those (with a dim of size 1 it makes a batched product of it, which it refuses)

@@ -13,7 +13,7 @@ from spmd_types import rules
 from torch import Tensor, fx
 
 from moec.program import op_name
-from moec.runtime.collectives import Collective, collective, group_of
+from moec.runtime.collectives import LOW_GATHER, Collective, collective, group_of
 
 Axis = spmd.MeshAxis
 OWNERS = ("owner_n", "owner")
@@ -192,9 +192,13 @@ def pack(w, node: fx.Node, xs: list[Tensor], size: int, dims: list[int]) -> rule
 def unpack(w, node: fx.Node, flat: Tensor, size: int, dims: list[int], shapes: list[int]) -> list:
     """Each part is what its shard becomes if it goes through the collective by itself."""
     started = node.args[0].args[0]
-    entry, (source, *_) = collective(started.target), started.args
+    entry, (source, master, *_) = collective(started.target), started.args
     if entry is None or op_name(source) != "moec.pack" or list(source.args[2]) != list(dims):
         raise spmd.SpmdTypeError("taken apart is what was not packed so")
+    if entry.kind == LOW_GATHER:
+        if op_name(master) != "moec.pack_empty" or list(master.args[2]) != list(dims):
+            raise spmd.SpmdTypeError("the masters are not packed so")
+        source = master
     out = []
     for x, dim in zip((w.env[n] for n in source.args[0]), dims, strict=True):
         typed: Any = w.einsum("...->...", x, linear_in=(0,))
@@ -202,6 +206,20 @@ def unpack(w, node: fx.Node, flat: Tensor, size: int, dims: list[int], shapes: l
             typed = rules.all_gather(typed, w.axes[a], src=spmd.S(dim), dst=LOCAL[entry.dest])
         out.append(typed)
     return out
+
+
+def gather_low(w, node: fx.Node, entry: Collective, x: Tensor, master: Tensor, *rest) -> Tensor:
+    """The narrow copy travels, typed as its master, whose the gradient is (the copy gets none)."""
+    for a in w.axes.values():
+        (kind, dim), (same, at) = derived(x, a), derived(master, a)
+        if dim != at or (kind != same and {kind, same} != {"I", "R"}):
+            raise spmd.SpmdTypeError(f"{kind}({dim}) on {a} is no copy of {same}({at})")
+    wide = CONVERSIONS[entry.primitive](w, node, entry, master, *rest)
+    typed = w.einsum("...->...", wide, linear_in=(0,))
+    with spmd.no_typecheck():
+        y = wide.to(x.dtype)
+    rules.output(y, typed)
+    return y
 
 
 CONVERSIONS: dict[str, Callable] = {

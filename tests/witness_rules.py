@@ -249,7 +249,7 @@ MOEC: dict[str, Callable] = {
     "moec.route_counted": _route_counted, "moec.unpermute_add": _unpermute_add,
     "moec.permute_aligned": _permute_aligned,
     "moec.logsumexp_pick": _logsumexp_pick, "moec.cross_entropy": _cross_entropy,
-    "moec.pack": pack, "moec.unpack": unpack, **FP8,
+    "moec.pack": pack, "moec.pack_empty": pack, "moec.unpack": unpack, **FP8,
 }  # fmt: skip
 
 
