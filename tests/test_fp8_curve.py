@@ -13,11 +13,15 @@ pytest.importorskip("transformers")
 import fp8_curve  # noqa: E402
 
 
-def test_forty_steps(capsys):
-    losses = fp8_curve.main(["--steps", "40", "--json"])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "curves", [["fp32", "bf16", "blockwise"], pytest.param(list(fp8_curve.CURVES), marks=pytest.mark.nightly)], ids=len
+)
+def test_forty_steps(curves, capsys):
+    losses = fp8_curve.main(["--steps", "40", "--json", "--curves", *curves])
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert said == {name: fp8_curve.last(found) for name, found in losses.items()}
-    assert said.keys() == fp8_curve.CURVES.keys()
+    assert list(said) == curves
     assert said["fp32"] < losses["fp32"][0] - 1.0
     for name, loss in said.items():
         assert loss == pytest.approx(said["fp32"], rel=0.01), name
