@@ -9,7 +9,8 @@ from torch import fx, nn
 
 import moec
 from moec.hf import build
-from moec.passes.causal_attention import Linear, _Meaning
+from moec.passes.causal_attention import FALSE, Linear, _Meaning
+from moec.passes.causal_attention import TRUE as TRUTH
 from moec.program import op_name
 
 aten = torch.ops.aten
@@ -173,6 +174,17 @@ def test_what_nodes_mean_is_what_they_compute(graph):
         found, value = meaning.of(node), node.meta["val"]
         if found is not None:
             assert torch.equal(evaluated(found, value.shape), value), (node.format_node(), found)
+
+
+def test_differences_are_known_or_not():
+    new, meaning = _Drawn(), _Meaning()
+    a = new(aten.arange.default, 4)
+    first = new(aten.slice.Tensor, a, 0, 0, 1)
+    for before, want in ((1, Linear(1)), (0, None), (2, None)):  # what x would be at -1 is one less than at 0
+        assert meaning.of(new(aten.diff.default, a, 1, 0, new(aten.sub.Tensor, first, before))) == want
+    more = new(aten.add.Tensor, a, 1)
+    assert meaning.of(new(aten.ne.Tensor, more, a)) == TRUTH and meaning.of(new(aten.ne.Tensor, a, a)) == FALSE
+    assert meaning.of(new(aten.ne.Scalar, a, 1)) is None
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.nightly)])
