@@ -1,9 +1,9 @@
 """ParallelModule: a compiled program with its parameters, as an ordinary ``nn.Module``.
 
-* Parameters and buffers have their **original** dotted names (experts of a ``ModuleList`` are one parameter with ``*``
-  for the index); tied weights are one Parameter under all their names.  With several ranks parameters are DTensors on
-  one device mesh of the atomic axes and hold this rank's part only; with one rank they are plain tensors.
-  The source model is copied from, never kept.
+* Parameters and buffers (:mod:`moec.parameters`) have their **original** dotted names (experts of a ``ModuleList`` are
+  one parameter with ``*`` for the index); tied weights are one Parameter under all their names.  With several ranks
+  parameters are DTensors on one device mesh of the atomic axes and hold this rank's part only; with one rank they are
+  plain tensors.  The source model is copied from, never kept.
 * ``forward`` takes this rank's dp slice of the global batch, passes the preflight, runs the program, and gives the
   user's own return type back: scalars are global, tensors with the batch dim are this rank's slice (logits beside a
   loss as a DTensor whose vocabulary tp shards).
@@ -16,23 +16,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from moec import shards
 from moec.accounts import AUX_COUNTS, Accounts, expert_load, pending_groups
 from moec.epilogue import Reduction, enter, to_local
 from moec.inputs import Call, bind, canonical, counts_as_tensors
+from moec.parameters import Parameters
 from moec.placement import R, Types, show
-from moec.preflight import Report, alone, digest, exchange, local_problems, require_same, values_digest
-from moec.program import EQUAL_LENGTHS, OutputSpec, ParamSpec, Program
+from moec.preflight import Report, alone, digest, exchange, local_problems, values_digest
+from moec.program import EQUAL_LENGTHS, OutputSpec, Program
 from moec.runtime.errors import MoecError
 from moec.runtime.groups import Groups
 from moec.runtime.mesh import Mesh
@@ -40,33 +39,12 @@ from moec.runtime.narrow import NARROW, NarrowCopies
 from moec.runtime.reshard import RESHARDING, Resharding
 from moec.runtime.torch_compat import boxed
 from moec.scheduled import Execute, Parameter, Runner
-from moec.tree import container, initial, named_tensors, unused
 
 CompileFn = Callable[[bool, tuple[Any, ...], dict[str, Any]], Program]
 """(training, args, kwargs) -> lowered Program on the same mesh."""
 
 
-@dataclass
-class Slot:
-    """Where one parameter or buffer lives in the module tree, and how it is laid out."""
-
-    name: str
-    home: nn.Module
-    attribute: str
-    spec: ParamSpec
-    types: Types
-
-    @property
-    def value(self) -> Tensor:
-        return getattr(self.home, self.attribute)
-
-    @property
-    def running(self) -> bool:
-        """Does it hold the running counts of a global balancing loss?"""
-        return self.spec.initial is not None and self.attribute == AUX_COUNTS
-
-
-class ParallelModule(nn.Module):
+class ParallelModule(Parameters):
     """Args:
     source: the user's model, the same on all ranks (checked), on the meta device or with values.
     program: the lowered program of the first call.
@@ -86,15 +64,10 @@ class ParallelModule(nn.Module):
         example_kwargs: Mapping[str, Any] | None = None,
         bind_fn: Callable[[Program], Program] = lambda program: program,
     ) -> None:
-        super().__init__()
-        self._mesh: Mesh = program.mesh
-        self._groups = groups
-        self._rank = self._check_world()
+        super().__init__(program.mesh, groups, _rank_of(program.mesh, groups))
         self._signature = inspect.signature(source.forward)
         self._compile_fn = compile_fn
         self._bind_fn = bind_fn
-        self._slots: dict[str, Slot] = {}
-        self._names: dict[str, tuple[str, int | None]] = {}
         self._build_tree(source, program)
         if groups is not None:
             keys = {shards.sharding(s.types, self._mesh) for s in self._slots.values()}
@@ -109,7 +82,6 @@ class ParallelModule(nn.Module):
         self.accounts = Accounts()
         self.last_sizes: dict[str, tuple[int, ...]] = {}
         """Shapes of this rank's inputs in the last forward, by path (what ``moec.explain`` states bytes for)."""
-        self.register_state_dict_post_hook(_state_dict_hook)
         super().train(source.training)
 
     # ------------------------------------------------------------------------------------------- what users ask
@@ -201,102 +173,6 @@ class ParallelModule(nn.Module):
         return expert_load(self.accounts.last, self._program, self._groups)
 
     # ------------------------------------------------------------------------------------------- building
-    def _check_world(self) -> int:
-        world = self._mesh.world
-        if world == 1:
-            return 0
-        if not dist.is_initialized() or self._groups is None:
-            raise MoecError(
-                f"the plan has {world} ranks and there is no process group",
-                where="plan",
-                way_out="start one process a rank (torchrun) and call torch.distributed.init_process_group first",
-            )
-        if dist.get_world_size() != world:
-            raise MoecError(
-                f"the plan has {world} ranks, the process group has {dist.get_world_size()}",
-                where="plan",
-                way_out="let dp, tp fill the world, or start as many processes as the plan has ranks",
-            )
-        return dist.get_rank()
-
-    def _build_tree(self, source: nn.Module, program: Program) -> None:
-        specs = {name: spec for spec in program.params.values() for name in (spec.name, *spec.aliases)}
-        specs |= {m: spec for spec in program.params.values() for m in spec.members}
-        tensors = {name: tensor for name, tensor, _ in named_tensors(source)}
-        made: dict[int, nn.Parameter] = {}  # id of the source's tensor or of the spec -> parameter, so ties stay tied
-        for name, tensor, persistent in named_tensors(source):
-            spec = specs.get(name) or unused(name, tensor, persistent)
-            member = spec.members.index(name) if name in spec.members else None
-            own = spec.name if member is not None else name
-            if persistent:
-                self._names[name] = (own, member)
-            if own in self._slots:
-                continue
-            shards.check_types(own, spec.shape, spec.types, self._mesh)
-            home, attribute = container(self, own)
-            tie = id(spec) if spec.placeholder else id(tensor)
-            full = torch.stack([tensors[m].detach() for m in spec.members]) if spec.members else tensor.detach()
-            if isinstance(tensor, nn.Parameter):
-                if tie not in made:
-                    made[tie] = self._parameter(full, spec)
-                home.register_parameter(attribute, made[tie])
-            elif shards.sharding(spec.types, self._mesh):
-                raise MoecError(f"a buffer cannot be sharded ({show(spec.types)})", where=own)
-            else:
-                home.register_buffer(attribute, full.clone(), persistent=persistent)
-            self._slots[own] = Slot(own, home, attribute, spec, spec.types)
-        for spec in program.params.values():
-            if spec.initial is not None:
-                home, attribute = container(self, spec.name)
-                device = next(iter(self._slots.values())).value.device
-                home.register_buffer(attribute, initial(spec, device), persistent=spec.persistent)
-                self._slots[spec.name] = Slot(spec.name, home, attribute, spec, spec.types)
-                if spec.persistent:
-                    self._names[spec.name] = (spec.name, None)
-        missing = sorted({s.name for s in program.params.values()} - self._slots.keys())
-        if missing:
-            raise MoecError(f"the program has parameters that the model lacks: {', '.join(missing)}", where="model")
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:
-        """Casts and moves.  Buffers that a pass made keep their dtype: in bfloat16 an expert bias would stand still."""
-        made = {s.name: s.value for s in self._slots.values() if s.spec.initial is not None}
-        super()._apply(fn, recurse)
-        for name, value in made.items():
-            slot, device = self._slots[name], self._slots[name].value.device
-            anew = value.is_meta and device.type != "meta"
-            setattr(slot.home, slot.attribute, initial(slot.spec, device) if anew else value.to(device))
-        return self
-
-    def _parameter(self, full: Tensor, spec: ParamSpec) -> nn.Parameter:
-        if tuple(full.shape) != tuple(spec.shape):
-            raise MoecError(f"shape {tuple(full.shape)}, the program has {tuple(spec.shape)}", where=spec.name)
-        if self._mesh.world == 1:
-            return nn.Parameter(full.clone(), requires_grad=spec.requires_grad)
-        # A view of the source would keep the full tensor alive.
-        local = shards.cut(full, spec.types, self._mesh, self._rank).clone(memory_format=torch.contiguous_format)
-        return nn.Parameter(self.place(local, spec.shape, spec.types), requires_grad=spec.requires_grad)
-
-    def place(self, local: Tensor, shape: tuple[int, ...], types: Types) -> Tensor:
-        """This rank's part as what users see: a DTensor, or with one rank the tensor itself."""
-        if self._mesh.world == 1:
-            return local
-        assert self._groups is not None and self._groups.device_mesh is not None
-        return shards.distribute(local, shape, types, self._mesh, self._groups.device_mesh)
-
-    def _enter(self, value: Tensor, spec: ParamSpec) -> Tensor:
-        """A parameter as the graph takes it: this rank's part, padded where parts are of unequal sizes."""
-        return shards.pad(to_local(value), spec.shape, spec.types, self._mesh)
-
-    def _leave(self, grad: Tensor, spec: ParamSpec) -> Tensor:
-        """The gradient that the graph gives, like the parameter."""
-        part = shards.trim(grad, spec.shape, spec.types, self._mesh, self._rank).contiguous()
-        return self.place(part, spec.shape, spec.types)
-
-    def _check_same_values(self, source: nn.Module) -> None:
-        """Collective: each rank cuts its part from its own copy, so the copies must be equal."""
-        if self._mesh.world > 1:
-            require_same({name: t for name, t, _ in named_tensors(source)}, self._mesh.world, "model")
-
     def _accepted(self, program: Program) -> Program:
         """A program of this module: its mesh and its layouts are those of the parameters that exist."""
         if program.mesh != self._mesh:
@@ -428,6 +304,26 @@ class ParallelModule(nn.Module):
         return torch.device("cpu")
 
 
+def _rank_of(mesh: Mesh, groups: Groups | None) -> int:
+    """This process's rank.  Raises MoecError where there are not the processes that the mesh needs."""
+    world = mesh.world
+    if world == 1:
+        return 0
+    if not dist.is_initialized() or groups is None:
+        raise MoecError(
+            f"the plan has {world} ranks and there is no process group",
+            where="plan",
+            way_out="start one process a rank (torchrun) and call torch.distributed.init_process_group first",
+        )
+    if dist.get_world_size() != world:
+        raise MoecError(
+            f"the plan has {world} ranks, the process group has {dist.get_world_size()}",
+            where="plan",
+            way_out="let dp, tp fill the world, or start as many processes as the plan has ranks",
+        )
+    return dist.get_rank()
+
+
 def bind_or_report(model: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Bind the arguments; where that fails on some rank, all ranks hear of it."""
     try:
@@ -440,11 +336,3 @@ def bind_or_report(model: ParallelModule, args: tuple[Any, ...], kwargs: dict[st
 def _same_layout(a: Types, b: Types, mesh: Mesh) -> bool:
     # I and R hold the same values.
     return all(x == y or not (x.sharded or y.sharded) for x, y in ((a.get(n, R), b.get(n, R)) for n in mesh.names))
-
-
-def _state_dict_hook(module: ParallelModule, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Packed parameters leave in a form that torch.distributed.checkpoint stores rightly."""
-    for slot in module._slots.values():
-        value = state.get(prefix + slot.name)
-        if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
-            state[prefix + slot.name] = shards.checkpointable(value, slot.types, module._mesh)

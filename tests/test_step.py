@@ -1,0 +1,253 @@
+"""The graphs of a step: the same bits scheduled, in buckets or as they are, and an order that every rank can follow."""
+
+from dataclasses import replace
+from functools import cache
+
+import deep_models
+import pytest
+import torch
+from torch import fx
+
+import moec
+from moec import shards, simulate
+from moec.passes import bucket as bucketing
+from moec.passes.split_experts import split_experts
+from moec.passes.step import complete_graphs, finish
+from moec.passes.verify.order import check_order, check_same_dataflow, collective_order, dataflow
+from moec.runtime.collectives import TABLE, collective, group_of, is_start, is_wait
+from moec.runtime.torch_compat import WAIT
+from moec.runtime.world import LockstepWorld
+from moec.step import Step
+
+aten = torch.ops.aten
+DATA = deep_models.batch(8, 6)
+PLANS = {
+    "ep": {"dp": 4, "ep": 4},
+    "fsdp, ep": {"dp": 4, "fsdp": True, "ep": 2},
+    "hsdp": {"dp": 4, "fsdp": 2, "ep": 4},
+    "tp, ep": {"dp": 2, "tp": 2, "sequence_parallel": True, "ep": 2, "etp": 2},
+}
+EVERY = [pytest.param(p, marks=pytest.mark.nightly if p in ("ep", "tp, ep") else ()) for p in PLANS]
+SIZES = {"0": (32, 64), "1": (32, 64)}
+
+
+@cache
+def model():
+    return deep_models.Deep(layers=3).double()
+
+
+@cache
+def lowered(plan: str):
+    return moec.compile_program(model(), moec.Plan(**PLANS[plan]), 4, DATA, {}, training=True)
+
+
+@cache
+def complete(plan: str):
+    return complete_graphs(lowered(plan))
+
+
+@cache
+def steps(plan: str, bucket_mb=None, schedule=True) -> Step:
+    return finish(complete(plan), lowered(plan), moec.Overlap(schedule=schedule, bucket_mb=bucket_mb), SIZES)
+
+
+def run(plan: str, step: Step):
+    """Outputs and complete gradients of every rank, in lockstep."""
+    program = lowered(plan)
+    mesh, world, ranks = program.mesh, LockstepWorld(program.mesh), range(4)
+    tensors = dict(model().named_parameters())
+    params = {ph: tensors[s.name] for ph, s in program.params.items()}
+    inputs = {ph: DATA[int(s.path)] for ph, s in program.inputs.items()}
+    given = step.usual()
+    back = step.backward(given)
+    names = [n.name for n in back.graph.find_nodes(op="placeholder")]
+    with torch.no_grad():
+        values = [simulate._rank_values(program, params, inputs, mesh, r) for r in ranks]
+        results = world.run(step.forward, [[v[n.name] for n in program.placeholders()] for v in values])
+        known = [dict(zip(step.saved, r[step.num_outputs :], strict=True)) for r in results]
+        tangents = {f"tangent_{i}": torch.ones((), dtype=torch.float64) for i in given}
+        grads = world.run(back, [[(k | tangents)[n] for n in names] for k in known])
+        alone = world.run(step.inference, [[v[n.name] for n in program.placeholders()] for v in values])
+    for a, b in zip(alone, results, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=False))
+    return [r[: step.num_outputs] for r in results], grads
+
+
+def equal(a, b) -> None:
+    for x, y in zip(a, b, strict=True):
+        for u, v in zip(x, y, strict=True):
+            assert (u is None) == (v is None) and (u is None or torch.equal(u, v))
+
+
+# ------------------------------------------------------------------------------------------------ the same bits
+
+
+@pytest.mark.parametrize("bucket_mb", [None, 0.002], ids=str)
+@pytest.mark.parametrize("plan", EVERY)
+def test_scheduled_and_unscheduled_graphs_are_equal_bit_by_bit(plan, bucket_mb):
+    plain, scheduled = steps(plan, bucket_mb, False), steps(plan, bucket_mb)
+    backwards = [s.backward(s.usual()).graph for s in (plain, scheduled)]
+    assert [n.name for n in backwards[0].nodes] != [n.name for n in backwards[1].nodes]
+    a, b = run(plan, plain), run(plan, scheduled)
+    equal(a[0], b[0])
+    equal(a[1], b[1])
+
+
+@pytest.mark.parametrize("plan", EVERY)
+def test_gradients_are_those_of_the_model(plan):
+    """With regathers, reductions and buckets in the graphs, against autograd on one device."""
+    program, step = lowered(plan), steps(plan, "auto")
+    _, grads = run(plan, step)
+    net = model()
+    net.zero_grad()
+    net(*DATA)[0].backward()
+    tensors = dict(net.named_parameters())
+    for i, ph in enumerate(step.params):
+        spec = program.params[ph]
+        parts = [shards.trim(grads[r][i], spec.shape, spec.types, program.mesh, r) for r in range(4)]
+        got, apart = simulate._assemble(parts, spec.types, program.mesh)
+        assert apart < 1e-12
+        torch.testing.assert_close(got, tensors[spec.name].grad, rtol=1e-10, atol=1e-12)
+
+
+def kinds(graph: fx.Graph) -> list[str]:
+    return [collective(n.target).kind for n in graph.nodes if n.op == "call_function" and is_start(n.target)]
+
+
+def test_buckets_are_filled_to_their_size():
+    many, few, one = (steps("hsdp", mb).backward(frozenset([0])).graph for mb in (None, 0.002, 1000.0))
+    counts = [[k for k in kinds(g) if k != "all_to_all_rows"] for g in (many, few, one)]
+    assert len(counts[0]) > len(counts[1]) > len(counts[2])
+    # Dense parameters over their group and the experts over theirs; what HSDP's copies sum of both.
+    assert sorted(counts[2]) == ["p_to_i", "p_to_s", "s_to_r"] or len(counts[2]) <= 6, counts[2]
+    for graph, limit in ((few, 2000), (one, 10**9)):
+        for n in graph.nodes:
+            if n.op == "call_function" and is_start(n.target) and n.args[0].target is torch.ops.moec.pack.default:
+                assert bucketing._bytes(n) <= limit or len(n.args[0].args[0]) == 1
+
+
+def test_regathers_bring_only_what_is_read():
+    """FSDP: no gathered matrix is saved but of the last two gathers, and embeddings do not come again."""
+    step = steps("fsdp, ep")
+    graph = step.backward(step.usual()).graph
+    gathers = [n for n in graph.nodes if n.op == "call_function" and n.target is TABLE["s_to_r"].op]
+    forward = [n for n in step.forward.graph.nodes if n.target is TABLE["s_to_r"].op]
+    assert 0 < len(gathers) < len(forward)
+    moved, whole = (sum(n.meta["val"].numel() for n in g) for g in (gathers, forward))
+    assert moved < whole
+    sharded = {s.placeholder for s in lowered("fsdp, ep").params.values()}
+    assert {f"saved_{p}" for p in sharded} & set(step.saved)
+
+
+def test_weight_gradients_of_experts_apart_are_the_same():
+    """Each half computes its gradients as the whole op does."""
+    step = steps("fsdp, ep", None, False)
+    whole = step.backward(step.usual())
+    apart = split_experts(whole)
+    ops = [n for n in apart.graph.nodes if n.target is torch.ops.moec.experts_rows_backward.default]
+    assert len(ops) == 6 and sum(n.args[-1][0] for n in ops) == 3
+    assert all(any(n.args[-1][1:]) != n.args[-1][0] for n in ops)
+    equal(run("fsdp, ep", step)[1], run("fsdp, ep", replace(step, backward_for=lambda _: apart, made={}))[1])
+    assert split_experts(apart) is None
+
+
+# ------------------------------------------------------------------------------------------------ order
+
+
+def test_purposes_have_communicators_of_their_own():
+    step = steps("hsdp")
+    by: dict[str, set[str]] = {}
+    for graph in (step.forward.graph, step.backward(step.usual()).graph):
+        for n in graph.nodes:
+            if n.op == "call_function" and is_start(n.target):
+                by.setdefault(group_of(n).partition("#")[2], set()).add(collective(n.target).primitive)
+    assert by["exchange"] <= {"exchange", "counts", "equal"} and by["parameters"] == {"all_gather", "reduce_scatter"}
+    assert all("exchange" not in p for k, p in by.items() if k != "exchange")
+    assert by["gradients"] == {"all_reduce"}
+
+
+def sabotaged(what):
+    """A scheduled backward with one mistake."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(steps("fsdp, ep").backward(frozenset([0])).graph, {}))
+    starts = [n for n in graph.nodes if n.op == "call_function" and is_start(n.target)]
+    what(graph, starts)
+    return graph
+
+
+def _no_wait(graph, starts):
+    wait = next(u for u in starts[0].users if is_wait(u.target))
+    wait.replace_all_uses_with(starts[0])
+    graph.erase_node(wait)
+
+
+def _second_wait(graph, starts):
+    with graph.inserting_after(starts[0]):
+        graph.call_function(WAIT, (starts[0],))
+
+
+def _waits_for_nothing(graph, starts):
+    with graph.inserting_before(starts[0]):
+        graph.call_function(WAIT, (starts[0].args[0],))
+
+
+def _read_before_the_wait(graph, starts):
+    wait = next(iter(starts[0].users))
+    next(iter(wait.users)).replace_input_with(wait, starts[0])
+
+
+def _shared_communicator(graph, starts):
+    exchange = next(s for s in starts if group_of(s).endswith("#exchange"))
+    other = next(s for s in starts if s.args[-2] == exchange.args[-2] and not group_of(s).endswith("#exchange"))
+    exchange.args = (*exchange.args[:-1], group_of(other))
+
+
+def _wrong_group(graph, starts):
+    starts[0].args = (*starts[0].args[:-1], "nobody#exchange")
+
+
+def _wrong_size(graph, starts):
+    starts[0].args = (*starts[0].args[:-2], 3, starts[0].args[-1])
+
+
+def _branch(graph, starts):
+    with graph.inserting_before(starts[0]):
+        graph.call_module("maybe", (starts[0].args[0],))
+
+
+ORDERS = {
+    _no_wait: "waits", _second_wait: "2 waits", _waits_for_nothing: "starts nothing",
+    _read_before_the_wait: "reads its", _shared_communicator: "over the communicator", _wrong_group: "not a group",
+    _wrong_size: "size 3", _branch: "branch",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", ORDERS, ids=lambda f: f.__name__)
+def test_each_mistake_in_the_order_is_caught(mistake):
+    mesh = lowered("fsdp, ep").mesh
+    check_order(sabotaged(lambda *_: None), mesh)
+    with pytest.raises(moec.MoecError, match=ORDERS[mistake]):
+        check_order(sabotaged(mistake), mesh)
+
+
+def test_ranks_that_order_differently_are_told_apart():
+    one = sabotaged(lambda *_: None)
+    pairs = collective_order(one)
+
+    def swapped(graph, starts):
+        key = next(k for k, v in pairs.items() if len(v) > 1)
+        a, b = [s for s in starts if group_of(s) == key][:2]
+        a.prepend(b)
+
+    other = sabotaged(swapped)
+    assert collective_order(other) != pairs and str(other) != str(one)
+
+
+def test_changed_dataflow_is_caught():
+    graph = sabotaged(lambda *_: None)
+    before = dataflow(graph)
+    check_same_dataflow(before, graph)
+    add = next(n for n in graph.nodes if n.target is aten.add.Tensor)
+    add.args = (add.args[1], add.args[0])  # the order of a sum
+    with pytest.raises(moec.MoecError, match="scheduling changed"):
+        check_same_dataflow(before, graph)
