@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 import torch
 from spmd import Batch, Shape, build, captured, compile_stages, off, oracle
-from torch import fx
+from torch import fx, nn
 
 import moec
 from moec import shards, simulate
@@ -120,6 +120,30 @@ def test_experts_are_fused_and_the_loss_reads_narrow_logits():
     assert op_dtype(experts[0].args[0]) == LOW
     (loss,) = [n for n in program.graph.nodes if op_name(n) == "moec.cross_entropy"]
     assert op_dtype(loss.args[0]) == LOW
+
+
+class Normed(nn.Module):
+    """Norms that export leaves as one op each, between products: nothing else near them is wide."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.first, self.second = nn.LayerNorm(8), nn.RMSNorm(8)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return (self.last(self.first(y) + self.second(y)) ** 2).mean()
+
+
+def test_a_norm_in_one_op_is_wide():
+    plan = Plan(precision=BF16_COMPUTE)
+    program = moec.compile_program(Normed(), plan, 1, (torch.randn(4, 8),), {}, training=True)
+    (linear,) = by_where(program, "aten.linear", "linear")
+    assert op_dtype(linear) == LOW
+    for op in ("aten.layer_norm", "aten.rms_norm"):
+        (norm,) = by_where(program, op, "")
+        floats = [n for n in norm.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        assert dtypes_of([norm, *floats]) == {HIGH}, op
 
 
 def test_a_bf16_model_is_left_as_it_is():

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,8 @@ sys.path.insert(0, str(HERE.parent / "benchmarks"))
 import lab  # noqa: E402
 
 WORKER = HERE / "two_hosts_worker.py"
+HANGS = 240
+"""Seconds after which hosts that wait for each other are given up."""
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def namespaces():
 
 @pytest.mark.gloo
 def test_a_step_on_two_hosts(hosts):
-    said = hosts.torchrun(WORKER, timeout=100)
+    said = hosts.torchrun(WORKER, timeout=HANGS)
     result = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
     assert result["world"] == 2
     assert result["worst"] < 1e-4  # float32
@@ -38,10 +39,9 @@ def test_a_step_on_two_hosts(hosts):
 
 @pytest.mark.gloo
 def test_a_host_that_fails_ends_the_other(hosts):
-    began = time.monotonic()
-    with pytest.raises(lab.LabError, match="on purpose"):
-        hosts.torchrun(WORKER, ["--fail"], timeout=100)
-    assert time.monotonic() - began < 60
+    with pytest.raises(lab.LabError, match="on purpose") as raised:
+        hosts.torchrun(WORKER, ["--fail"], timeout=HANGS)
+    assert "not done after" not in str(raised.value)
 
 
 def test_hosts_see_each_other_and_nothing_else(hosts):
