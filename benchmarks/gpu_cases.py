@@ -169,7 +169,13 @@ def cases(tiny: bool) -> list[Case]:
             q = ops.quantise(w.transpose(1, 2), None, None, None, recipe, "stack", True)
             return ops.fp8_grouped_mm(p[0], q[0], c, *p[1:3], *q[1:3], *p[3:], *q[3:], None, recipe, False)[0]
 
+        def permuted(a, i, recipe=recipe):
+            carrier, *q, counts, at = ops.permute_quantised(a, i, E, None, None, recipe, True)
+            layouts = zip(q[::2], q[1::2], (False, True), strict=True)
+            return *(ops.dequantise(v, s, recipe, "rows", t, torch.float32) for v, s, t in layouts), carrier, counts, at
+
         found += [
+            Case(f"permute_quantised, {recipe}", ("permute_quantised",), permuted, (x(T, H), holes), limit=0.08),
             Case(f"fp8_linear, {recipe}", ("quantise", "dequantise", "amax", "grad_amax", "fp8_linear", "fp8_wgrad",
                  "fp8_dgrad"), linear, (x(T, H), small(I, H)), limit=0.01),
             Case(f"fp8_grouped_mm, {recipe}", ("fp8_grouped_mm", "fp8_grouped_wgrad", "fp8_grouped_dgrad"), product,

@@ -2,8 +2,8 @@
 
 capture → normalize → causal_attention → raise_moe → raise_router → configure_router (where asked for) → statistics
 → shard → redundant → bundle → cast_bf16, fsdp, chunk_experts, pipeline_tp, cast_fp8, use_transformer_engine (where
-asked for) → fuse_router, fuse_experts, fuse_permute, fuse_cross_entropy (unless turned off) → lower → expand, rejoin
-(where layers are equal) → bind to process groups → ParallelModule
+asked for) → fuse_router, fuse_experts, fuse_quantise (of FP8), fuse_permute, fuse_cross_entropy (unless turned off)
+→ lower → expand, rejoin (where layers are equal) → bind to process groups → ParallelModule
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from moec.passes.fsdp import fsdp
 from moec.passes.fuse_cross_entropy import fuse_cross_entropy
 from moec.passes.fuse_experts import fuse_experts
 from moec.passes.fuse_permute import fuse_permute
+from moec.passes.fuse_quantise import fuse_quantise
 from moec.passes.fuse_router import fuse_router
 from moec.passes.joint import JointGraphs, joint_graphs
 from moec.passes.lower import bind, group_keys, lower
@@ -65,7 +66,7 @@ __all__ = [
 PIPELINE: tuple[Pass, ...] = (
     normalize, causal_attention, raise_moe, raise_router, configure_router, statistics, shard, redundant, bundle,
     cast_bf16, fsdp, units, chunk_experts, pipeline_tp, cast_fp8, use_transformer_engine, fuse_router, fuse_experts,
-    fuse_permute, fuse_cross_entropy, lower,
+    fuse_quantise, fuse_permute, fuse_cross_entropy, lower,
 )  # fmt: skip
 
 

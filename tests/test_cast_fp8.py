@@ -78,7 +78,7 @@ def recorded(program):
 
 @pytest.mark.parametrize("recipe", NOW)
 def test_every_operand_lies_on_the_recipes_grid(recipe):
-    program = compiled(recipe)
+    program = compiled(recipe, stage="cast_fp8")  # what is fused then has the same bits (test_fuse_quantise.py)
     values, backward = recorded(program)
     products = calls(program, "moec.fp8_linear", "moec.fp8_grouped_mm")
     assert len(products) == 5 + 2  # k v o, shared up and down; experts' up and down
@@ -209,7 +209,7 @@ def test_nothing_is_quantised_twice():
 
 
 def test_rows_of_a_permute_are_aligned_by_it():
-    program = compiled("blockwise")
+    program = compiled("blockwise", stage="fuse_experts")
     assert len(calls(program, "moec.permute_aligned")) == 1
     assert not calls(program, "moec.permute", "moec.align_rows", "moec.unalign_rows")
     assert any("op by op: their products are FP8's" in w for w in program.why_not)
@@ -268,7 +268,7 @@ def test_a_maximum_of_other_ranks_changes_the_numbers():
 
 
 def test_an_unpadded_group_is_caught():
-    program = compiled("current")
+    program = compiled("current", stage="fuse_experts")
     broken = program.fork()
     node = calls(broken, "moec.permute_aligned")[0]
     node.args = (*node.args[:3], 1, node.args[4])

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from interpreter import repaired
 from test_fp8_recipes import KINDS, drawn
+from test_ops_permute import routings
 
 from moec.runtime.fp8 import Recipe
 from moec.runtime.kernels import quantise
@@ -65,3 +66,29 @@ def test_a_matrix_is_read_once():
     with repaired() as traffic:
         _, *made = quantise.quantise(x, None, None, None, "blockwise", "rows", True)
     assert sum(traffic.unique_bytes()) == x.nbytes + sum(t.nbytes for t in made)
+
+
+@SOME
+@given(routings(), st.sampled_from(["rowwise", "blockwise", "mxfp8"]), st.booleans(), st.sampled_from([1, 40, 130]),
+       st.sampled_from([torch.float32, torch.bfloat16]))  # fmt: skip
+def test_permute_quantised_is_the_cpu_op_to_the_bit(routing, recipe, both, H, dtype):
+    ids, E = routing
+    x = (torch.randn(len(ids), H) * torch.logspace(-5, 5, len(ids))[:, None]).to(dtype)
+    x[: len(ids) // 3] = torch.nan
+    args = (x, ids, E, None, None, recipe, both)
+    with repaired():
+        *got, counts, row_of = quantise.permute_quantised(*args)
+    *want, want_counts, want_row_of = ops.permute_quantised(*args)
+    same(got, want)
+    assert torch.equal(counts, want_counts) and torch.equal(row_of, want_row_of)
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_permuted_rows_are_nowhere(both):
+    """Bytes: the tokens' rows, once in all, and what comes out; no row in x's dtype is written."""
+    x, ids = torch.randn(96, 256).bfloat16(), torch.rand(96, 4).argsort(1)[:, :2]
+    with repaired() as traffic:
+        _, *made, _, _ = quantise.permute_quantised(x, ids, 4, None, None, "blockwise", both)
+    made = made if both else made[:2]
+    small = 8 * (ids.numel() + made[0].shape[0])  # where rows lie
+    assert sum(traffic.unique_bytes()) <= x.nbytes + sum(t.nbytes for t in made) + small

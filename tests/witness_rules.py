@@ -30,6 +30,11 @@ def _permute_aligned(w, node, x_TH, ids_TK, *_):
     return rows, w.einsum("th,t_->t_", x_TH, ids_TK), counts, row_of
 
 
+def _permute_quantised(w, node, x_TH, ids_TK, num_experts, amax, amax_T, recipe, both):
+    rows, counts, row_of = _permute(w, node, x_TH, ids_TK, None)
+    return *FP8["moec.quantise"](w, node, rows, amax, amax_T, counts, recipe, "rows", both), counts, row_of
+
+
 def _unpermute(w, node, rows_NH, weights_TK, row_of_TK):
     _, choices = w.dims(row_of_TK)
     if not choices:
@@ -247,7 +252,7 @@ MOEC: dict[str, Callable] = {
     "moec.blocked_logsumexp": _blocked_logsumexp, "moec.boundary": _own_rows, "moec.route": _route, "moec.drop": _drop,
     "moec.balance": _balance, "moec.inject": _inject, "moec.tally": _tally,
     "moec.route_counted": _route_counted, "moec.unpermute_add": _unpermute_add,
-    "moec.permute_aligned": _permute_aligned,
+    "moec.permute_aligned": _permute_aligned, "moec.permute_quantised": _permute_quantised,
     "moec.logsumexp_pick": _logsumexp_pick, "moec.cross_entropy": _cross_entropy,
     "moec.pack": pack, "moec.pack_empty": pack, "moec.unpack": unpack, **FP8,
 }  # fmt: skip

@@ -67,6 +67,11 @@ class _Node:
         return self.sizes.bytes(self.node.meta.get("val"))
 
     @property
+    def quantised(self) -> int:
+        """Of the results, but for the first one, a carrier, which has no memory."""
+        return sum(self.sizes.bytes(v) for v in self.node.meta["val"][1:])
+
+    @property
     def all(self) -> int:
         return sum(self.sizes.bytes(a.meta.get("val")) for a in self.node.all_input_nodes) + self.out
 
@@ -181,6 +186,8 @@ FORMULAS: dict[str, Formula] = {
     "moec.permute_kept": _gather(1),
     "moec.permute_aligned": _gather(1),
     "moec.permute_backward": _gather(1),
+    "moec.permute_quantised": lambda n: (0, 2 * n.quantised + n.bytes(0, 1), 1),
+    "moec.quantise": lambda n: (0, n.quantised + n.bytes(0, 1, 2), 1),
     "moec.unpermute": lambda n: (0, n.out + n.bytes(0, 1, 2), 1),
     "moec.unpermute_add": lambda n: (0, n.out + n.bytes(0, 1, 2, 3), 1),
     "moec.unpermute_backward": lambda n: (0, n.out + 2 * n.bytes(1), 1),

@@ -34,7 +34,7 @@ def derive_dialect(program: Program, node: fx.Node, types: Mapping[fx.Node, Type
     name, ops = meaning(node), operands(node)
     results: list[Types] = []
     for axis in program.mesh.axes:
-        on = _OnAxis(node, axis)
+        on = OnAxis(node, axis)
         if name in ("moec.experts", "moec.experts_rows"):
             found = on.experts({n: types[n][axis.name] for n in ops})
         else:
@@ -45,13 +45,13 @@ def derive_dialect(program: Program, node: fx.Node, types: Mapping[fx.Node, Type
     return results if isinstance(node.meta["val"], (tuple, list)) else results[0]
 
 
-def product_type(program: Program) -> Callable[[fx.Node, str, Type, Type], Type]:
-    """Of a grouped product on an axis: of the types of rows and weights."""
+def on_axes(program: Program) -> Callable[[fx.Node, str], OnAxis]:
+    """``(node, the name of an axis) -> OnAxis``, for ops that are partly of this dialect."""
     axes = {axis.name: axis for axis in program.mesh.axes}
-    return lambda node, axis, x, w: _OnAxis(node, axes[axis]).product(x, w)
+    return lambda node, axis: OnAxis(node, axes[axis])
 
 
-class _OnAxis:
+class OnAxis:
     """What ops make of the types that their operands have on one axis."""
 
     def __init__(self, node: fx.Node, axis: Axis) -> None:

@@ -12,6 +12,7 @@ from torch import fx
 
 from moec.passes.shard.rule import Rule
 from moec.passes.shard.solve import Operand, solve
+from moec.passes.verify.dialect import OnAxis
 from moec.placement import I, M, R, S, Type, Types, V
 from moec.program import Program, op_name
 from moec.runtime.errors import MoecError
@@ -19,18 +20,18 @@ from moec.runtime.fp8 import Recipe
 
 FP8 = {
     "moec.amax", "moec.quantise", "moec.dequantise", "moec.grad_amax", "moec.fp8_linear", "moec.fp8_grouped_mm",
-    "moec.align_rows", "moec.unalign_rows",
+    "moec.align_rows", "moec.unalign_rows", "moec.permute_quantised",
 }  # fmt: skip
 
 
 def derive_fp8(
-    program: Program, node: fx.Node, types: Mapping[fx.Node, Types], product: Callable[[fx.Node, str, Type, Type], Type]
+    program: Program, node: fx.Node, types: Mapping[fx.Node, Types], dialect: Callable[[fx.Node, str], OnAxis]
 ) -> Types | list[Types]:
-    """The types of ``node``'s results, of the ``types`` of its operands.  ``product``: the type of a grouped
-    product."""
+    """The types of ``node``'s results, of the ``types`` of its operands.  ``dialect``: the types of what is not FP8's
+    alone."""
     results: list[Types] = []
     for axis in program.mesh.names:
-        found = _OnAxis(node, axis, {n: t[axis] for n, t in types.items()}, product).derive()
+        found = _OnAxis(node, axis, {n: t[axis] for n, t in types.items()}, dialect(node, axis)).derive()
         results = results or [{} for _ in found]
         for r, t in zip(results, found, strict=True):
             r[axis] = t
@@ -60,8 +61,8 @@ def scale_type(recipe: Recipe, role: str, transposed: bool, ndim: int, t: Type, 
 
 
 class _OnAxis:
-    def __init__(self, node: fx.Node, axis: str, on: Mapping[fx.Node, Type], product) -> None:
-        self.node, self.axis, self.on, self.product = node, axis, on.__getitem__, product
+    def __init__(self, node: fx.Node, axis: str, on: Mapping[fx.Node, Type], dialect: OnAxis) -> None:
+        self.node, self.axis, self.on, self.dialect = node, axis, on.__getitem__, dialect
 
     def derive(self) -> list[Type]:
         match op_name(self.node).removeprefix("moec."):
@@ -70,7 +71,14 @@ class _OnAxis:
                 self.counts(counts, self.value(x))
                 return [scale_type(Recipe.parse(recipe), role, transposed, x.meta["val"].ndim, self.value(x), M)]
             case "quantise":
-                return self.quantise(*self.node.args)
+                x, amax, amax_T, counts, *how = self.node.args
+                self.counts(counts, self.value(x))
+                return self.quantised(self.on(x), x.meta["val"].ndim, amax, amax_T, *how)
+            case "permute_quantised":
+                x, ids, _, amax, amax_T, recipe, both = self.node.args
+                self.value(x)
+                rows, tokens = self.dialect.permute(self.on(x), self.on(ids))
+                return [*self.quantised(rows, 2, amax, amax_T, recipe, "rows", both), rows, tokens]
             case "dequantise":
                 return [self.on(self.node.args[0])]
             case "grad_amax":
@@ -86,7 +94,7 @@ class _OnAxis:
             case "fp8_grouped_mm":
                 x, w, counts, *rest = self.node.args
                 self.counts(counts, self.on(x))
-                return self.results(x, w, self.product(self.node, self.axis, self.on(x), self.on(w)), rest, "stack")
+                return self.results(x, w, self.dialect.product(self.on(x), self.on(w)), rest, "stack")
             case _:  # align_rows, unalign_rows
                 x, counts, *_ = self.node.args
                 self.counts(counts, self.on(x))
@@ -113,10 +121,9 @@ class _OnAxis:
         if counts is not None:
             self.require(counts, V if rows == V else R)
 
-    def quantise(self, x, amax, amax_T, counts, recipe, role, both) -> list[Type]:
-        t, ndim, found = self.value(x), x.meta["val"].ndim, Recipe.parse(recipe)
-        self.counts(counts, t)
-        types = [t]
+    def quantised(self, t: Type, ndim: int, amax, amax_T, recipe: str, role: str, both: bool) -> list[Type]:
+        """Of the results of ``moec::quantise``, for a value of type t."""
+        found, types = Recipe.parse(recipe), [t]
         for transposed, given in ((False, amax), (True, amax_T)):
             if transposed and not both:
                 types += [R, R]

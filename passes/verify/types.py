@@ -17,7 +17,7 @@ from moec.passes.shard.rule import differentiable, is_getitem, operands
 from moec.passes.shard.rules import is_creation, rule_for
 from moec.passes.shard.solve import Operand, solve
 from moec.passes.units import packed_types
-from moec.passes.verify.dialect import derive_dialect, meaning, product_type
+from moec.passes.verify.dialect import derive_dialect, meaning, on_axes
 from moec.passes.verify.fp8 import FP8, derive_fp8
 from moec.placement import I, R, S, Type, Types, V, show
 from moec.program import Program, op_name
@@ -86,7 +86,7 @@ def derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
     if name in ("moec.split_tokens", "moec.join_tokens"):
         return _chunks(node, name, types)
     if name in FP8:
-        return derive_fp8(program, node, dict(zip(ops, types, strict=True)), product_type(program))
+        return derive_fp8(program, node, dict(zip(ops, types, strict=True)), on_axes(program))
     if entry is not None or (name.startswith("moec.") and name not in BY_THE_TABLE):
         return derive_dialect(program, node, dict(zip(ops, types, strict=True)))
     if (

@@ -25,7 +25,7 @@ from .router_text import pad
 from .source import load
 from .template import fill
 
-__all__ = ["QUANTISE", "aligned", "kept", "launch", "named", "permute", "source", "warps"]
+__all__ = ["QUANTISE", "aligned", "kept", "launch", "named", "permute", "places", "source", "warps"]
 
 ZERO_ROWS = 16
 
@@ -148,12 +148,17 @@ def aligned(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``moec::permute_aligned``."""
     check_aligned(alignment, quantise)
-    found = _order(x_TH, ids_TK, num_experts, "permute_aligned")
+    counts_E, row_of_TK = places(x_TH, ids_TK, num_experts, alignment, "permute_aligned")
+    rows_NH, scales_NQ = launch(x_TH, row_of_TK, num_rows(ids_TK, num_experts, alignment), quantise)
+    return rows_NH, scales_NQ, counts_E, row_of_TK
+
+
+def places(x_TH: Tensor, ids_TK: Tensor, num_experts: int, alignment: int, op: str) -> tuple[Tensor, Tensor]:
+    """``(counts_E, row_of_TK)`` of aligned rows."""
+    found = _order(x_TH, ids_TK, num_experts, op)
     move_E = starts(found.counts_E, alignment) - found.offset_E1[:-1]
     moved_TK = found.row_of_TK + move_E[ids_TK.clamp(min=0)]
-    row_of_TK = torch.where(ids_TK < 0, -1, moved_TK)
-    rows_NH, scales_NQ = launch(x_TH, row_of_TK, num_rows(ids_TK, num_experts, alignment), quantise)
-    return rows_NH, scales_NQ, found.counts_E, row_of_TK
+    return found.counts_E, torch.where(ids_TK < 0, -1, moved_TK)
 
 
 def _order(x_TH: Tensor, ids_TK: Tensor, num_experts: int, op: str) -> order.Order:

@@ -1,4 +1,5 @@
 """Quantise on a GPU by the recipes of tiles (blockwise, mxfp8): a matrix is read once, both layouts are written.
+With ``permute_quantised`` the matrix is the permuted rows, which are gathered as they are read and exist nowhere else.
 
 Legend: L leading dims as one (experts), R rows, C columns, B the recipe's block.
 
@@ -18,8 +19,11 @@ from torch import Tensor
 from ..fp8 import Recipe
 from ..fp8.recipes import E8M0, Tile
 from ..fp8.tiles import num_tiles
+from ..ops import permute_quantised as permute_op
 from ..ops import quantise as op
 from ..ops.align_rows import real_rows
+from ..ops.permute_aligned import RECIPE_OF, num_rows
+from . import permute
 from .expressions import TRITON
 from .source import load
 from .template import fill
@@ -36,7 +40,8 @@ def quantise(<pointers>, rows, columns, row_tiles, column_tiles):
     row = tl.program_id(1).to(tl.int64) * <block> + tl.arange(0, <block>)
     column = tl.program_id(0).to(tl.int64) * <block> + tl.arange(0, <block>)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    x = tl.load(x_ptr + (place * rows + row[:, None]) * columns + column[None, :], mask=inside, other=0.0)
+    <source>
+    x = tl.load(x_ptr + (place * rows + <from>[:, None]) * columns + column[None, :], mask=<there>, other=0.0)
     x = x.to(tl.float32)
     <real_rows>
     size = tl.abs(x)
@@ -76,11 +81,13 @@ def kind(tile: Tile) -> str:
 
 
 @cache
-def source(recipe: Recipe, role: str, dtype: torch.dtype, both: bool, masked: bool) -> str:
-    """The text of the kernel, for a matrix in memory row by row."""
+def source(recipe: Recipe, role: str, dtype: torch.dtype, both: bool, masked: bool, gathered: bool = False) -> str:
+    """The text of the kernel, for a matrix in memory row by row.  ``gathered``: whose row r is row ``source[r]`` of x,
+    zeros where that is -1."""
     stored = "(exponent + 127).to(tl.uint8)" if recipe.scales == "e8m0" else "scale"
     layouts: list[str] = []
-    pointers = ["x_ptr", *(["real_ptr"] if masked else []), "q_ptr", "scale_ptr"]
+    pointers = ["x_ptr", *(["source_ptr"] if gathered else []), *(["real_ptr"] if masked else []), "q_ptr", "scale_ptr"]
+    find = ["source = tl.load(source_ptr + row, mask=row < rows, other=-1)"]
     for transposed in (False, True) if both else (False,):
         largest, spread, scale_at, mask = KINDS[kind(recipe.tile(role, transposed))]
         along = -2 if transposed != (role == "stack") else -1
@@ -94,23 +101,28 @@ def source(recipe: Recipe, role: str, dtype: torch.dtype, both: bool, masked: bo
     return fill(
         TEMPLATE, what=f"{recipe.name} {role}{', both layouts' if both else ''}", dtype=TRITON[dtype],
         block=recipe.block, pointers=", ".join(pointers), real_rows=real if masked else [], layouts=layouts,
+        source=find if gathered else [], there="inside & (source >= 0)[:, None]" if gathered else "inside",
+        **{"from": "source" if gathered else "row"},
     )  # fmt: skip
 
 
 @cache
-def kernel(recipe: Recipe, role: str, dtype: torch.dtype, both: bool, masked: bool) -> Any:
-    return load(source(recipe, role, dtype, both, masked), "quantise").quantise
+def kernel(recipe: Recipe, role: str, dtype: torch.dtype, both: bool, masked: bool, gathered: bool) -> Any:
+    return load(source(recipe, role, dtype, both, masked, gathered), "quantise").quantise
 
 
 def warps(recipe: Recipe) -> int:
     return 16 if recipe.block >= 128 else 1
 
 
-def launch(x: Tensor, real_R: Tensor | None, recipe: Recipe, role: str, both: bool) -> list[Tensor]:
+def launch(
+    x: Tensor, real_R: Tensor | None, recipe: Recipe, role: str, both: bool, source_R: Tensor | None = None
+) -> list[Tensor]:
     """``[q, scale, q_T, scale_T]`` of ``x [L, R, C]``, without the last two if not ``both``; role ``rows`` or ``grad``:
-    L is 1."""
+    L is 1.  ``source_R`` (int64): of the matrix whose rows are these rows of x, zeros for -1."""
     x = x.contiguous()
     L, R, C = x.shape
+    R = R if source_R is None else source_R.shape[0]
     scales = torch.uint8 if recipe.scales == "e8m0" else torch.float32
     made: list[Tensor] = []
     for transposed in (False, True) if both else (False,):
@@ -119,11 +131,12 @@ def launch(x: Tensor, real_R: Tensor | None, recipe: Recipe, role: str, both: bo
         order = (0, 2, 1) if transposed != (role == "stack") else (0, 1, 2)
         made.append(torch.empty_permuted((L, R, C), order, dtype=recipe.format(role), device=x.device))
         made.append(torch.empty(shape, dtype=scales, device=x.device))
-    if x.numel():
+    if L * R * C:
         tiles = num_tiles(R, recipe.block), num_tiles(C, recipe.block)
-        real = [] if real_R is None else [real_R.to(torch.uint8)]
-        kernel(recipe, role, x.dtype, both, real_R is not None)[tiles[1], tiles[0], L](
-            x, *real, *made, R, C, *tiles, num_warps=warps(recipe)
+        given = [] if source_R is None else [source_R]
+        given += [] if real_R is None else [real_R.to(torch.uint8)]
+        kernel(recipe, role, x.dtype, both, real_R is not None, source_R is not None)[tiles[1], tiles[0], L](
+            x, *given, *made, R, C, *tiles, num_warps=warps(recipe)
         )
     return [t.view(E8M0) if t.dtype == torch.uint8 else t for t in made]
 
@@ -150,8 +163,39 @@ def quantise(
     return op.carrier(x), q, scale, q_T, scale_T
 
 
+def permute_quantised(
+    x_TH: Tensor, ids_TK: Tensor, num_experts: int, amax: Tensor | None, amax_T: Tensor | None, recipe: str, both: bool
+) -> permute_op.Result:
+    """``moec::permute_quantised``.  Of rows that nothing will differentiate one layout is wanted: then each token is
+    read once, and not once for each choice (``permute.py``)."""
+    found, kind = Recipe.parse(recipe), {recipe: way for way, recipe in RECIPE_OF.items()}.get(recipe)
+    known = x_TH.dtype in TRITON and x_TH.dtype.itemsize <= 4
+    alignment = found.alignment
+    if kind is not None and known and amax is None and not both:
+        q, scale, counts_E, row_of_TK = permute.aligned(x_TH, ids_TK, num_experts, alignment, kind)
+        made = [q, scale, *op.nothing(x_TH, found, "rows")]
+    elif found.reads_whole or not known:
+        return permute_op.in_two_steps(x_TH, ids_TK, num_experts, amax, amax_T, recipe, both)
+    else:
+        counts_E, row_of_TK = permute.places(x_TH, ids_TK, num_experts, alignment, "permute_quantised")
+        source_N = sources(row_of_TK, num_rows(ids_TK, num_experts, alignment))
+        made = [t[0] for t in launch(x_TH[None], None, found, "rows", both, source_N)]
+        made += op.nothing(x_TH, found, "rows") if not both else []
+    q, scale, q_T, scale_T = made
+    return op.carrier(x_TH.new_empty(()).expand(q.shape)), q, scale, q_T, scale_T, counts_E, row_of_TK
+
+
+def sources(row_of_TK: Tensor, N: int) -> Tensor:
+    """int64 [N]: the token of each row, -1 for rows of none."""
+    T, K = row_of_TK.shape
+    token_P = torch.arange(T, device=row_of_TK.device).repeat_interleave(K)
+    place_P = torch.where(row_of_TK < 0, N, row_of_TK).reshape(-1)
+    return token_P.new_full((N + 1,), -1).scatter_(0, place_P, token_P)[:N]
+
+
 def _contiguous(scale: Tensor) -> Tensor:
     return scale.view(torch.uint8).contiguous().view(scale.dtype) if scale.dtype == E8M0 else scale.contiguous()
 
 
 op.quantise.register_kernel("cuda")(quantise)
+permute_op.permute_quantised.register_kernel("cuda")(permute_quantised)

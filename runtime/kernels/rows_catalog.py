@@ -100,16 +100,17 @@ def _quantised() -> list[Entry]:
     for name in ("blockwise", "mxfp8"):
         recipe = Recipe.parse(name)
         scale = "*u8:16" if recipe.scales == "e8m0" else "*fp32:16"
-        for role, masked in (("rows", True), ("weight", False), ("stack", False)):
-            real = (("real_ptr", "*u8:16"),) if masked else ()
+        for what in ("rows", "weight", "stack", "permuted rows"):
+            role, masked, gathered = what.removeprefix("permuted "), what == "rows", what == "permuted rows"
+            given = ((("real_ptr", "*u8:16"),) if masked else ()) + ((("source_ptr", "*i64:16"),) if gathered else ())
             arguments = (
-                ("x_ptr", "*bf16:16"), *real, ("q_ptr", "*fp8e4nv:16"), ("scale_ptr", scale),
+                ("x_ptr", "*bf16:16"), *given, ("q_ptr", "*fp8e4nv:16"), ("scale_ptr", scale),
                 ("qt_ptr", "*fp8e4nv:16"), ("scalet_ptr", scale), *sizes,
             )  # fmt: skip
-            source = by_tiles.source(recipe, role, BF16, True, masked)
+            source = by_tiles.source(recipe, role, BF16, True, masked, gathered)
             warps = by_tiles.warps(recipe)
-            nightly = (name, role) != ("blockwise", "rows")
-            found.append(Entry(f"quantise {name} {role}", source, "quantise", arguments, warps=warps, nightly=nightly))
+            nightly = (name, what) not in (("blockwise", "rows"), ("blockwise", "permuted rows"))
+            found.append(Entry(f"quantise {name} {what}", source, "quantise", arguments, warps=warps, nightly=nightly))
     return found
 
 

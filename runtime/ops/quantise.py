@@ -122,8 +122,8 @@ def nothing(x: Tensor, recipe: Recipe, role: str) -> list[Tensor]:
     return [x.new_empty((0,), dtype=recipe.format(role)), x.new_empty((0,), dtype=scale)]
 
 
-@quantise.register_fake
-def _(x, amax, amax_T, counts_E, recipe, role, both):
+def fake(x: Tensor, recipe: str, role: str, both: bool) -> tuple[Tensor, ...]:
+    """Results for a fake x."""
     found = Recipe.parse(recipe)
     made = []
     for transposed in (False, True):
@@ -140,6 +140,11 @@ def _(x, amax, amax_T, counts_E, recipe, role, both):
             x.new_empty(scale_shape(x, found, role, transposed), dtype=scale),
         ]
     return carrier(x), *made
+
+
+@quantise.register_fake
+def _(x, amax, amax_T, counts_E, recipe, role, both):
+    return fake(x, recipe, role, both)
 
 
 def _setup(ctx, inputs, output) -> None:
