@@ -125,9 +125,10 @@ def nothing_sent() -> Iterator[None]:
     those that the other would have sent.  What remains in a step is its compute (and a local copy where data would
     have arrived), which is what ``compute_only`` means."""
 
-    def all_to_all(out: Tensor, x: Tensor, *_: object, **__: object) -> None:
+    def all_to_all(out: Tensor, x: Tensor, *_: object) -> list[object]:
         n = min(len(out), len(x))
         out[:n].copy_(x[:n])
+        return []
 
     def gather(out: Tensor, x: Tensor, *_: object, **__: object) -> None:
         out.view(-1, *x.shape).copy_(x) if out.numel() else None
@@ -137,7 +138,8 @@ def nothing_sent() -> Iterator[None]:
 
     ops = "moec.runtime.ops"
     changes = {
-        "torch.distributed.all_to_all_single": all_to_all, "torch.distributed.all_reduce": lambda *_, **__: None,
+        f"{ops}.exchange.start_all_to_all": all_to_all, f"{ops}.convert.start_all_to_all": all_to_all,
+        "torch.distributed.all_reduce": lambda *_, **__: None,
         f"{ops}.convert.all_gather_flat": gather, f"{ops}.convert.reduce_scatter_flat": scatter,
         f"{ops}.convert.on_wait": lambda *_: None, f"{ops}.exchange.on_wait": lambda *_: None,
     }  # fmt: skip

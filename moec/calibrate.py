@@ -26,6 +26,7 @@ from torch import Tensor
 from moec.cost.cluster import Cluster, Curve, Link
 from moec.runtime.collectives import PRIMITIVES
 from moec.runtime.errors import MoecError
+from moec.runtime.peers import start_all_to_all
 from moec.runtime.torch_compat import all_gather_flat, reduce_scatter_flat
 
 PRODUCTS = (16, 32, 64, 128, 256, 512, 1024)
@@ -171,7 +172,8 @@ def _reduce_scatter(group: dist.ProcessGroup, device: str, n: int) -> Callable[[
 
 def _all_to_all(group: dist.ProcessGroup, device: str, n: int) -> Callable[[], object]:
     x, out = torch.zeros(n * group.size(), device=device), torch.zeros(n * group.size(), device=device)
-    return lambda: dist.all_to_all_single(out, x, group=group)
+    splits = [n] * group.size()
+    return lambda: [w.wait() for w in start_all_to_all(out, x, splits, splits, group)]
 
 
 _COLLECTIVES: dict[str, Callable[[dist.ProcessGroup, str, int], Callable[[], object]]] = {

@@ -1,5 +1,6 @@
 """The table of collectives, and the ops on real gloo processes: schemas, fakes, compilation, errors."""
 
+import time
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ from moec.runtime.errors import MoecError
 from moec.runtime.groups import Groups
 from moec.runtime.mesh import Mesh
 from moec.runtime.ops import convert, exchange
+from moec.runtime.peers import start_all_to_all
 from moec.runtime.torch_compat import WAIT
 
 moec_ops = torch.ops.moec
@@ -171,3 +173,50 @@ def test_groups_without_a_process_group():
 def test_an_unlowered_group_key_is_refused():
     with pytest.raises(MoecError, match="no process group named 'dp_ep'"):
         moec_ops.p_to_i(torch.zeros(2), 0, 2, "dp_ep")
+
+
+def _exchanged(rank: int, world: int) -> list[torch.Tensor]:
+    """Several exchanges in flight on one group, ranks coming one after the other."""
+    group = torch.distributed.group.WORLD
+    gen = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, 4, (6, world, world), generator=gen)  # [exchange, from, to], nothing among them
+    out, works = [], []
+    for i, table in enumerate(rows.tolist()):
+        send, recv = table[rank], [t[rank] for t in table]
+        x = torch.cat([torch.full((n, 3), 100.0 * i + 10 * rank + to) for to, n in enumerate(send)])
+        out.append(x.new_empty(sum(recv), 3))
+        if i % world == rank:
+            time.sleep(0.02)
+        works += start_all_to_all(out[-1], x, recv, send, group)
+    for work in works:
+        work.wait()
+    wanted = [
+        torch.cat([torch.full((t[rank], 3), 100.0 * i + 10 * r + rank) for r, t in enumerate(table)])
+        for i, table in enumerate(rows.tolist())
+    ]
+    assert all(map(torch.equal, out, wanted)), (out, wanted)
+    return out
+
+
+def test_exchanges_in_flight_keep_apart(gloo4):
+    assert len(gloo4.run(_exchanged)) == 4
+
+
+def _first_calls(rank: int, world: int) -> list[str]:
+    calls: list[str] = []
+
+    def noted(name: str):
+        whole = getattr(torch.distributed, name)
+        return mock.patch.object(torch.distributed, name, lambda *a, **k: (calls.append(name), whole(*a, **k))[1])
+
+    x, out = torch.ones(world, 2), torch.empty(world, 2)
+    with noted("isend"), noted("irecv"):
+        works = start_all_to_all(out, x, [1] * world, [1] * world, torch.distributed.group.WORLD)
+    for work in works:
+        work.wait()
+    return calls
+
+
+def test_receives_are_asked_for_before_anything_is_sent(gloo4):
+    """What makes both directions of a link busy at once."""
+    assert all(calls == ["irecv"] * 3 + ["isend"] * 3 for calls in gloo4.run(_first_calls))

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..collectives import CONVERSIONS, MAXIMA, TABLE
 from ..errors import MoecError
+from ..peers import start_all_to_all
 from ..torch_compat import all_gather_flat, on_wait, process_group, reduce_scatter_flat, wait
 
 
@@ -87,7 +88,8 @@ def _all_to_all(x: Tensor, dim: int, to_dim: int, size: int, kind: str, pg: dist
     # What goes to one rank lies together, ``dim`` first: [size * dim, ..., part of to_dim, ...].
     chunks = torch.cat([c.movedim(dim, 0) for c in x.split(part_of(x, to_dim, size, kind), to_dim)])
     out, flat = _dim_outermost(x, _moved(x, dim, to_dim, size, kind), dim)
-    on_wait(out, dist.all_to_all_single(flat, chunks, group=pg, async_op=True))
+    for work in start_all_to_all(flat, chunks, [flat.shape[0] // size] * size, [chunks.shape[0] // size] * size, pg):
+        on_wait(out, work)
     return out
 
 

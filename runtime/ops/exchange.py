@@ -15,11 +15,11 @@ Legend: N rows, H hidden, R ranks of the group, E experts (E/R live on each rank
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..collectives import TABLE
 from ..errors import MoecError
+from ..peers import start_all_to_all
 from ..torch_compat import on_wait, process_group, wait
 from .convert import part_of
 
@@ -41,7 +41,8 @@ def _start(x_NH: Tensor, send: list[int], recv: list[int], out: Tensor, size: in
         raise MoecError(f"size is {size} but group {group!r} has {pg.size()} ranks", where=f"moec::{kind}")
     mine = x_NH[: sum(send)].contiguous()
     # ``data``: the backend's thread must not touch the version counter of the result.
-    on_wait(out, dist.all_to_all_single(out.data[: sum(recv)], mine, recv, send, group=pg, async_op=True))
+    for work in start_all_to_all(out.data[: sum(recv)], mine, recv, send, pg):
+        on_wait(out, work)
     return out
 
 
