@@ -174,7 +174,18 @@ def cases(tiny: bool) -> list[Case]:
             layouts = zip(q[::2], q[1::2], (False, True), strict=True)
             return *(ops.dequantise(v, s, recipe, "rows", t, torch.float32) for v, s, t in layouts), carrier, counts, at
 
+        def act(a, w, c, recipe=recipe, alignment=alignment):
+            a = ops.align_rows(a, c, alignment)
+            p = ops.quantise(a, None, None, c, recipe, "rows", True)
+            q = [[t] for t in ops.quantise(w.transpose(1, 2), None, None, None, recipe, "stack", True)]
+            y, *made, h = ops.fp8_grouped_act(p[0], q[0], [], c, *p[1:3], *q[1:3], *p[3:], *q[3:], SWIGLU, recipe, True)
+            layouts = zip(made[::2], made[1::2], (False, True), strict=True)
+            return *(ops.dequantise(v, s, recipe, "rows", t, torch.float32) for v, s, t in layouts), y, h
+
         found += [
+            # A sum that is rounded otherwise may become the neighbouring FP8 number, and so may what follows from it.
+            Case(f"fp8_grouped_act, {recipe}", ("fp8_grouped_act", "quantise_act", "quantise_act_grad"), act,
+                 (x(T * K, H), small(E, 2 * I, H), fewer), limit=0.13),
             Case(f"permute_quantised, {recipe}", ("permute_quantised",), permuted, (x(T, H), holes), limit=0.08),
             Case(f"fp8_linear, {recipe}", ("quantise", "dequantise", "amax", "grad_amax", "fp8_linear", "fp8_wgrad",
                  "fp8_dgrad"), linear, (x(T, H), small(I, H)), limit=0.01),

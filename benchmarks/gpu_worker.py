@@ -28,7 +28,8 @@ SHAPES = {
     "qwen3_moe 4096": (128, 2048, 768, 8, 4096),
 }
 TINY = {"tiny": (5, 32, 16, 2, 24)}
-FP8 = ("rowwise", "blockwise", "mxfp8")
+FP8 = ("rowwise", "blockwise", "blockwise fused", "mxfp8", "mxfp8 fused")
+"""A recipe; ``fused``: operands are quantised where they are made (``fuse_quantise``)."""
 
 
 def import_runtime() -> None:
@@ -169,7 +170,8 @@ class Worker:
             return hf_experts(x, ids, weights, gate_up, down)
 
         def fp8() -> Any:
-            return fp8_experts(x, ids, weights, gate_up, down, who)
+            recipe, _, fused = who.partition(" ")
+            return (fused_fp8_experts if fused else fp8_experts)(x, ids, weights, gate_up, down, recipe)
 
         compiled = torch.compile(hf, dynamic=False, backend="aot_eager" if self.dry else "inductor")
         fn = {"moec": moec, "hf": hf, "inductor": compiled}.get(who, fp8)
@@ -250,6 +252,21 @@ def fp8_experts(x: Any, ids: Any, weights: Any, gate_up: Any, down: Any, recipe:
 
     gate, up = product(rows, gate_up).chunk(2, 1)
     return ops.unpermute(product(torch.nn.functional.silu(gate) * up, down), weights, row_of)
+
+
+def fused_fp8_experts(x: Any, ids: Any, weights: Any, gate_up: Any, down: Any, recipe: str) -> Any:
+    """The same as ``fuse_quantise`` leaves them."""
+    ops, E = torch.ops.moec, gate_up.shape[0]
+    *a, counts, row_of = ops.permute_quantised(x, ids, E, None, None, recipe, True)
+    first, second = (ops.quantise(w.transpose(1, 2), None, None, None, recipe, "stack", True) for w in (gate_up, down))
+    q = [[t] for t in first]
+    *a, _ = ops.fp8_grouped_act(
+        a[0], q[0], [], counts, *a[1:3], *q[1:3], *a[3:], *q[3:], gpu_cases.SWIGLU, recipe, True
+    )
+    y = ops.fp8_grouped_mm(
+        a[0], second[0], counts, *a[1:3], *second[1:3], *a[3:], *second[3:], None, recipe, False
+    )[0]
+    return ops.unpermute(y, weights, row_of)
 
 
 def hf_experts(x: Any, ids: Any, weights: Any, gate_up: Any, down: Any) -> Any:

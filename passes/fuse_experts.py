@@ -63,7 +63,7 @@ def _fuse(program: Program, second: fx.Node) -> None:
     inner, w_out, counts = second.args
     body, sums, between = outline(inner, counts, program.mesh)  # 1
     products = [p if is_product(p, counts) else p.args[0] for p in sums]
-    end = with_bias(second)
+    end = with_bias(second, counts)
     old = {*between, *products, *sums, second}
     _check_users(old, end)
     x = products[0].args[0]

@@ -3,7 +3,7 @@
 Contract
     requires   fp8
     provides   quantise_fused
-    preserves  values, to the bit
+    preserves  values; activations are rounded once, where their functions were rounded one by one
     never      moves a collective, or changes which elements share a scale
 
 Why: rows of a permute, and the activations of experts, would be written in a wide dtype only to be read once and
@@ -11,7 +11,10 @@ written again in FP8.
 
 Algorithm, for every ``moec::quantise`` of experts' rows:
     1. Rows that a ``moec::permute_aligned`` makes, and nobody else reads: both become ``moec::permute_quantised``.
-    2. What stays two ops is in ``why_not`` with the reason.
+    2. Rows that pointwise nodes (``outline_body``) make of first products in FP8: these, the nodes and the quantise
+       become ``moec::fp8_grouped_act``.  The products' gradients are then quantised inside of it, so their scales must
+       be those of these rows alone.
+    3. What stays as it is, is in ``why_not`` with the reason.
 """
 
 from __future__ import annotations
@@ -20,13 +23,16 @@ import torch
 from torch import fx
 
 from moec.passes.contract import Pass, PassContract
-from moec.passes.outline_body import Declined
+from moec.passes.outline_body import Declined, outline
 from moec.passes.shard.rule import is_getitem
 from moec.passes.typed import result, sweep, typed
 from moec.plan import Plan
 from moec.program import Program, op_name
 
 moec_ops = torch.ops.moec
+PRODUCT = "moec.fp8_grouped_mm"
+ROWS = ("moec.align_rows", "getitem")
+"""What makes rows that come from elsewhere."""
 
 
 def _run(program: Program, plan: Plan) -> Program:
@@ -36,7 +42,9 @@ def _run(program: Program, plan: Plan) -> Program:
         try:
             if _item_of(node.args[0], "moec.permute_aligned", 0):
                 _permuted(program, node)  # 1
-        except Declined as e:  # 2
+            elif op_name(node.args[0]) not in ROWS:
+                _activation(program, node)  # 2
+        except Declined as e:  # 3
             program.why_not.append(f"{node.meta.get('where', '')}: quantised by an op of its own: {e}")
     program.graph.lint()
     program.module.recompile()
@@ -65,6 +73,36 @@ def _permuted(program: Program, quantise: fx.Node) -> None:
     for item in items:
         item.replace_all_uses_with(found[{2: 5, 3: 6}[item.args[1]]])
     for dead in (*quantise.users, *(u for u in permute.users if u is not rows)):
+        sweep(dead)
+
+
+def is_product(node: object, counts: fx.Node) -> bool:
+    """A first product in FP8, over these counts."""
+    return isinstance(node, fx.Node) and _item_of(node, PRODUCT, 0) and node.args[0].args[2] is counts
+
+
+def _activation(program: Program, quantise: fx.Node) -> None:
+    act, amax, amax_T, counts, recipe, _, both = quantise.args
+    if amax is not None or amax_T is not None:
+        raise Declined("its scales are made from more than these rows")
+    body, sums, between = outline(act, counts, program.mesh, is_product)
+    bare = [p if is_product(p, counts) else p.args[0] for p in sums]
+    products = [p.args[0] for p in bare]
+    x, x_q = products[0].args[0], [products[0].args[i] for i in (3, 4, 7, 8)]
+    if any(p.args[0] is not x or [p.args[i] for i in (3, 4, 7, 8)] != x_q for p in products):
+        raise Declined("first products of different rows")
+    if any(p.args[11] is not None or p.args[13] for p in products):
+        raise Declined("scales of its gradient are made from more than these rows")
+    biases = [p.args[1] for p in sums if p not in bare]
+    if biases and len(biases) != len(products):
+        raise Declined("a bias for some first products only")
+    old = {*between, *sums, *bare}
+    if others := [u for n in old for u in n.users if u not in old and u is not quantise]:
+        raise Declined(f"what is between the products is also used by {op_name(others[0])}")
+    of = [[p.args[i] for p in products] for i in (1, 5, 6, 9, 10)]
+    args = (x, of[0], biases, counts, *x_q[:2], *of[1:3], *x_q[2:], *of[3:], body.text(), recipe, both)
+    results_like(program, typed(program, quantise, moec_ops.fp8_grouped_act.default, *args), quantise, 5)
+    for dead in tuple(quantise.users):
         sweep(dead)
 
 

@@ -3,7 +3,8 @@
 ``outline(result, counts, mesh)`` walks from ``result``, the operand of a second product, back to first products, and
 gives the body, the first products in graph order, and the nodes that the body replaces.
 
-* A first product is a ``moec.grouped_mm`` over ``counts``, or the ``moec.grouped_add`` of its bias.
+* A first product is a ``moec.grouped_mm`` over ``counts``, or the ``moec.grouped_add`` of its bias; or what another
+  ``product`` says.
 * Its columns enter whole, as one of several equal blocks (split, slice, select of a dim that a reshape made), or as
   every n-th of them.  Widths are those of a rank: after ``shard`` a packed dim is cut in each of its blocks.
 * Other nodes are pointwise functions that a primitive computes (``moec/runtime/pointwise.py``), of these and numbers.
@@ -37,8 +38,11 @@ class Declined(Exception):
     """Why something stays as it is."""
 
 
-def outline(result: fx.Node, counts: fx.Node, mesh: Mesh) -> tuple[Body, list[fx.Node], set[fx.Node]]:
-    products = _first_products(result, counts)
+def outline(
+    result: fx.Node, counts: fx.Node, mesh: Mesh, product: Callable[[Any, fx.Node], bool] | None = None
+) -> tuple[Body, list[fx.Node], set[fx.Node]]:
+    """``product(node, counts)``: is the node a product over these counts (its bias aside)?"""
+    products = _first_products(result, counts, product or is_product)
     if not products:
         raise Declined("no product over the same counts comes before")
     walk = _Walk(products, mesh)
@@ -52,14 +56,25 @@ def is_product(node: Any, counts: fx.Node) -> bool:
     return isinstance(node, fx.Node) and op_name(node) == "moec.grouped_mm" and node.args[2] is counts
 
 
-def with_bias(product: fx.Node) -> fx.Node:
-    """The sum of a product and its bias, if that is its only use; else the product."""
+def with_bias(product: fx.Node, counts: fx.Node) -> fx.Node:
+    """The sum of a product over ``counts`` and its bias, if that is its only use; else the product.  Aligned rows have
+    counts that are computed from those of the product."""
     users = list(product.users)
     added = len(users) == 1 and op_name(users[0]) == "moec.grouped_add" and users[0].args[0] is product
-    return users[0] if added and users[0].args[2] is product.args[2] else product
+    return users[0] if added and _made_of(users[0].args[2], counts) else product
 
 
-def _first_products(result: fx.Node, counts: fx.Node) -> list[fx.Node]:
+def _made_of(node: Any, counts: fx.Node) -> bool:
+    """Is ``node`` the counts, or these rounded up to a multiple (``fp8_rows.py``)?"""
+    steps = ["aten.mul", "aten.floor_divide", "aten.add"]
+    while node is not counts and steps and op_name(node) == steps.pop(0):
+        node = node.args[0]
+    return node is counts and len(steps) in (0, 3)
+
+
+def _first_products(
+    result: fx.Node, counts: fx.Node, product: Callable[[Any, fx.Node], bool]
+) -> list[fx.Node]:
     """The nearest products over ``counts`` that ``result`` depends on, with their biases, in graph order."""
     found, seen, todo = dict[fx.Node, None](), set[fx.Node](), [result]
     while todo:
@@ -68,7 +83,7 @@ def _first_products(result: fx.Node, counts: fx.Node) -> list[fx.Node]:
             continue
         seen.add(node)
         bare = node.args[0] if op_name(node) == "moec.grouped_add" else node
-        if is_product(bare, counts) and with_bias(bare) is node:
+        if product(bare, counts) and with_bias(bare, counts) is node:
             found[node] = None
         elif not op_name(node).startswith(("moec.", "_c10d")):
             todo += node.all_input_nodes

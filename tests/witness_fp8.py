@@ -93,6 +93,11 @@ def _taps(w, y, recipe: Recipe, shared: bool) -> list:
     return out
 
 
+def fp8_tiles(w, y: Any, recipe: str, transposed: bool) -> list:
+    """Axes whose ranks have parts of one tile of y's gradient."""
+    return _tiles(w, y, Recipe.parse(recipe), "grad", transposed)[1]
+
+
 def _fp8_linear(w, node, x, weight, *rest):
     *q, _, recipe, shared = rest
     found = Recipe.parse(recipe)

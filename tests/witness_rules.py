@@ -14,7 +14,7 @@ from typing import Any
 import spmd_types as spmd
 from spmd_types import rules
 from torch import Tensor
-from witness_fp8 import FP8
+from witness_fp8 import FP8, fp8_tiles
 from witness_moves import OWNERS, Axis, derived, pack, spec_of, unpack
 
 # -- moec's ops ------------------------------------------------------------------------------------------------------
@@ -144,6 +144,20 @@ def _experts_rows(w, node, rows_NK, counts_E, w_in, b_in, w_out, b_out, body):
     return _grouped_add(w, node, y, b_out, counts_E) if b_out is not None else y, beside
 
 
+def _fp8_grouped_act(w, node, x, weights, biases, counts, *rest):
+    x_q, x_s, w_q, w_s, x_qT, x_sT, w_qT, w_sT, _, recipe, both = rest
+    h = []
+    for i, weight in enumerate(weights):
+        one = (x_q, x_s, w_q[i], w_s[i], x_qT, x_sT, w_qT[i], w_sT[i], None, recipe, False)
+        h.append(FP8["moec.fp8_grouped_mm"](w, node, x, weight, counts, *one)[0])
+        # Where ranks share a gradient's tile, a product by itself would have had taps.
+        if any(fp8_tiles(w, h[-1], recipe, t) for t in (False, True)):
+            raise spmd.SpmdTypeError("ranks have parts of a tile of the gradient, and no maximum over them")
+    h = [_grouped_add(w, node, y, b, counts) for y, b in zip(h, biases, strict=True)] if biases else h
+    beside = w.einsum(",".join(["nm"] * len(h)) + "->nm", *h)
+    return *FP8["moec.quantise"](w, node, beside, None, None, counts, recipe, "rows", both), beside
+
+
 def _experts(w, node, x_TH, ids_TK, weights_TK, *weights, **_):
     *weights, kept = weights
     rows, counts, row_of = (_permute_kept if kept else _permute)(w, node, x_TH, ids_TK, None)
@@ -252,7 +266,8 @@ MOEC: dict[str, Callable] = {
     "moec.blocked_logsumexp": _blocked_logsumexp, "moec.boundary": _own_rows, "moec.route": _route, "moec.drop": _drop,
     "moec.balance": _balance, "moec.inject": _inject, "moec.tally": _tally,
     "moec.route_counted": _route_counted, "moec.unpermute_add": _unpermute_add,
-    "moec.permute_aligned": _permute_aligned, "moec.permute_quantised": _permute_quantised,
+    "moec.fp8_grouped_act": _fp8_grouped_act, "moec.permute_aligned": _permute_aligned,
+    "moec.permute_quantised": _permute_quantised,
     "moec.logsumexp_pick": _logsumexp_pick, "moec.cross_entropy": _cross_entropy,
     "moec.pack": pack, "moec.pack_empty": pack, "moec.unpack": unpack, **FP8,
 }  # fmt: skip

@@ -92,6 +92,14 @@ def _grouped_mm_wgrad(n: _Node) -> tuple[float, float, int]:
     return 2 * N * K * M, n.all, min(E, N)
 
 
+def _fp8_grouped_act(n: _Node) -> tuple[float, float, int]:
+    """x [N, K] and every w [E, K, M] in FP8 -> [N, I] in FP8 and [N, A]; carriers have no memory."""
+    (N, K), weights = n.shape(0), n.shapes(1)
+    carriers = n.bytes(0) + sum(n.sizes.bytes(v) for v in n.val(1))
+    read = sum(n.sizes.bytes(a.meta.get("val")) for a in n.node.all_input_nodes) - carriers
+    return sum(2 * N * K * w[2] for w in weights), read + n.quantised, max(1, min(weights[0][0], N)) * len(weights)
+
+
 def _experts(w_in: int, w_out: int, h: Callable[[_Node], tuple[int, ...]], times: int) -> Formula:
     """Forward: rows times each w_in [E, H, M] and w_out [E, I, H].  Backward (``times`` 2): the gradients of rows and
     of weights, a product each; of a frozen weight there is none."""
@@ -186,6 +194,7 @@ FORMULAS: dict[str, Formula] = {
     "moec.permute_kept": _gather(1),
     "moec.permute_aligned": _gather(1),
     "moec.permute_backward": _gather(1),
+    "moec.fp8_grouped_act": _fp8_grouped_act,
     "moec.permute_quantised": lambda n: (0, 2 * n.quantised + n.bytes(0, 1), 1),
     "moec.quantise": lambda n: (0, n.quantised + n.bytes(0, 1, 2), 1),
     "moec.unpermute": lambda n: (0, n.out + n.bytes(0, 1, 2), 1),

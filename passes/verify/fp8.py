@@ -15,12 +15,13 @@ from moec.passes.shard.solve import Operand, solve
 from moec.passes.verify.dialect import OnAxis
 from moec.placement import I, M, R, S, Type, Types, V
 from moec.program import Program, op_name
+from moec.runtime.body import Body
 from moec.runtime.errors import MoecError
 from moec.runtime.fp8 import Recipe
 
 FP8 = {
     "moec.amax", "moec.quantise", "moec.dequantise", "moec.grad_amax", "moec.fp8_linear", "moec.fp8_grouped_mm",
-    "moec.align_rows", "moec.unalign_rows", "moec.permute_quantised",
+    "moec.align_rows", "moec.unalign_rows", "moec.permute_quantised", "moec.fp8_grouped_act",
 }  # fmt: skip
 
 
@@ -95,6 +96,8 @@ class _OnAxis:
                 x, w, counts, *rest = self.node.args
                 self.counts(counts, self.on(x))
                 return self.results(x, w, self.dialect.product(self.on(x), self.on(w)), rest, "stack")
+            case "fp8_grouped_act":
+                return self.act(*self.node.args)
             case _:  # align_rows, unalign_rows
                 x, counts, *_ = self.node.args
                 self.counts(counts, self.on(x))
@@ -143,6 +146,32 @@ class _OnAxis:
     def results(self, x: fx.Node, w: fx.Node, y: Type, rest: tuple, weight: str) -> list[Type]:
         *quantised, grad_amax, recipe, shared = rest
         found = Recipe.parse(recipe)
+        self.operands(x, w, quantised, found, weight)
+        if grad_amax is not None:
+            self.require(grad_amax, R)
+        self.no_sum(x, y)
+        ndim = self.node.meta["val"][0].ndim
+        return [y, *(self.tap(found, t, ndim, y, shared, I) for t in (False, True))]
+
+    def act(self, x, w, b, counts, x_q, x_s, w_q, w_s, x_qT, x_sT, w_qT, w_sT, body, recipe, both) -> list[Type]:
+        """Product, bias and body one after the other, then what is quantised."""
+        self.counts(counts, self.on(x))
+        found, h = Recipe.parse(recipe), []
+        for i, of in enumerate(w):
+            self.operands(x, of, (x_q, x_s, w_q[i], w_s[i], x_qT, x_sT, w_qT[i], w_sT[i]), found, "stack")
+            y = self.dialect.product(self.on(x), self.on(of))
+            self.no_sum(x, y)
+            if scale_type(found, "grad", False, 2, y, M) == M or scale_type(found, "grad", True, 2, y, M) == M:
+                raise MoecError(
+                    f"{self.node.format_node()} makes scales of this rank's part of a gradient, of {y} on {self.axis}",
+                    where=self.node.meta.get("where", ""),
+                )
+            h.append(self.dialect.bias(y, self.on(b[i])) if b else y)
+        made = self.quantised(self.dialect.body(Body.parse(body), h), 2, None, None, recipe, "rows", both)
+        return [*made, S(1, sum(t.parts for t in h)) if h[0].kind == "S" else h[0]]
+
+    def operands(self, x: fx.Node, w: fx.Node, quantised, found: Recipe, weight: str) -> None:
+        """Numbers and scales of both layouts lie where their carriers lie."""
         operands = ((x, "rows", quantised[0:2], False), (w, weight, quantised[2:4], False),
                     (x, "rows", quantised[4:6], True), (w, weight, quantised[6:8], True))  # fmt: skip
         for carrier, role, (q, scale), transposed in operands:
@@ -151,15 +180,13 @@ class _OnAxis:
             t, ndim = self.on(carrier), carrier.meta["val"].ndim
             self.require(q, quantised_type(role, transposed, ndim, t))
             self.require(scale, scale_type(found, role, transposed, ndim, t))
-        if grad_amax is not None:
-            self.require(grad_amax, R)
-        out = self.node.meta["val"][0]
+
+    def no_sum(self, x: fx.Node, y: Type) -> None:
         if y == R and x.meta["grad"]:
             raise MoecError(
                 f"{self.node.format_node()} would quantise a gradient that is a pending sum on {self.axis}",
                 where=self.node.meta.get("where", ""),
             )
-        return [y, *(self.tap(found, t, out.ndim, y, shared, I) for t in (False, True))]
 
     def tap(self, recipe: Recipe, transposed: bool, ndim: int, y: Type, shared: bool, reduced: Type) -> Type:
         """Its gradient is the largest magnitudes of y's, which ranks share, or have of their own."""

@@ -50,14 +50,21 @@ def quantise(<pointers>, rows, columns, row_tiles, column_tiles):
     <layouts>
 '''
 
-LAYOUT = """
-largest = <largest>
-bits = largest.to(tl.int32, bitcast=True)  # 448 is 1.75 times 2 to the 8
+EXPONENT = """
+bits = <largest>.to(tl.int32, bitcast=True)  # 448 is 1.75 times 2 to the 8
 exponent = tl.maximum((bits >> 23) - 135 + tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0), -126)
-exponent = tl.where(largest > 0.0, exponent, 0)
-scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+exponent = tl.where(<largest> > 0.0, exponent, 0)
+<scale> = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+"""
+"""The scale of the largest magnitudes of tiles."""
+NUMBERS = """
 q = tl.clamp(tl.div_rn(x, <spread>), -448.0, 448.0)
 q = tl.where(finite, q, float("nan")).to(tl.float8e4nv)
+"""
+LAYOUT = """
+largest = <largest>
+<exponent>
+<numbers>
 tl.store(<q>_ptr + <at>, q, mask=inside)
 tl.store(<s>_ptr + <scale_at>, <stored><scale_mask>)
 """
@@ -80,22 +87,32 @@ def kind(tile: Tile) -> str:
     return "square" if tile[0] == tile[1] else "row" if tile[0] == 1 else "column"
 
 
+def text(template: str, **values: Any) -> list[str]:
+    return fill(template.strip(), **values).splitlines()
+
+
+def stored_scale(recipe: Recipe, scale: str) -> str:
+    """A scale, of which ``exponent`` is the exponent, as it is kept."""
+    return "(exponent + 127).to(tl.uint8)" if recipe.scales == "e8m0" else scale
+
+
 @cache
 def source(recipe: Recipe, role: str, dtype: torch.dtype, both: bool, masked: bool, gathered: bool = False) -> str:
     """The text of the kernel, for a matrix in memory row by row.  ``gathered``: whose row r is row ``source[r]`` of x,
     zeros where that is -1."""
-    stored = "(exponent + 127).to(tl.uint8)" if recipe.scales == "e8m0" else "scale"
+    stored = stored_scale(recipe, "scale")
     layouts: list[str] = []
     pointers = ["x_ptr", *(["source_ptr"] if gathered else []), *(["real_ptr"] if masked else []), "q_ptr", "scale_ptr"]
     find = ["source = tl.load(source_ptr + row, mask=row < rows, other=-1)"]
     for transposed in (False, True) if both else (False,):
         largest, spread, scale_at, mask = KINDS[kind(recipe.tile(role, transposed))]
         along = -2 if transposed != (role == "stack") else -1
-        values = {
-            "largest": largest, "spread": spread, "at": AT[along], "scale_at": scale_at, "scale_mask": mask,
+        values: dict[str, Any] = {
+            "largest": largest, "exponent": text(EXPONENT, largest="largest", scale="scale"),
+            "numbers": text(NUMBERS, spread=spread), "at": AT[along], "scale_at": scale_at, "scale_mask": mask,
             "stored": stored, "q": "qt" if transposed else "q", "s": "scalet" if transposed else "scale",
         }  # fmt: skip
-        layouts += fill(LAYOUT.strip(), **values).splitlines()
+        layouts += text(LAYOUT, **values)
         pointers += ["qt_ptr", "scalet_ptr"] if transposed else []
     real = ["real = tl.load(real_ptr + row, mask=row < rows, other=0) != 0", "x = tl.where(real[:, None], x, 0.0)"]
     return fill(

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import torch
 
+from ..body import Body
 from ..fp8 import Recipe
 from ..route_spec import RouteSpec
-from . import permute, router, router_backward, softmax_rows, unpermute, unpermute_backward
+from . import permute, quantise_act, router, router_backward, softmax_rows, unpermute, unpermute_backward
 from . import quantise as by_tiles
 from .entry import Entry
+from .experts_catalog import CLAMPED, GELU, SEPARATE, SWIGLU
 from .router import Router
 
 TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv", torch.int64: "i64"}
@@ -34,7 +36,7 @@ BF16 = torch.bfloat16
 
 def entries(arch: str) -> list[Entry]:
     """``arch`` decides about one thing: float8_e4m3fn is not what gfx942 computes with."""
-    return [*_routers(), *_rows(arch), *_logits(), *(_quantised() if arch != "gfx942" else [])]
+    return [*_routers(), *_rows(arch), *_logits(), *([*_quantised(), *_activations()] if arch != "gfx942" else [])]
 
 
 def _routers() -> list[Entry]:
@@ -111,6 +113,34 @@ def _quantised() -> list[Entry]:
             warps = by_tiles.warps(recipe)
             nightly = (name, what) not in (("blockwise", "rows"), ("blockwise", "permuted rows"))
             found.append(Entry(f"quantise {name} {what}", source, "quantise", arguments, warps=warps, nightly=nightly))
+    return found
+
+
+ACTIVATIONS = {"qwen3_moe": (SWIGLU, (1536,)), "two_weights": (SEPARATE, (3584, 3584)), "gelu": (GELU, (3072,)),
+               "gpt_oss": (CLAMPED, (5760,))}  # fmt: skip
+
+
+def _activations() -> list[Entry]:
+    found = []
+    for name in ("blockwise", "mxfp8"):
+        recipe = Recipe.parse(name)
+        for model, (body, widths) in ACTIVATIONS.items():
+            for grad in (False, True):
+                spec = quantise_act.Spec(Body.parse(body), widths, recipe, BF16, True, grad, grad and model == "gelu")
+                if not quantise_act.fits(spec):
+                    continue
+                kinds = {"real": "*u8", "scale": "*u8" if recipe.scales == "e8m0" else "*fp32", "q": "*fp8e4nv"}
+                kinds |= {f"{n}t": kinds[n] for n in ("q", "scale")}
+                arguments = tuple(
+                    (p, kinds.get(p.removesuffix("_ptr").rstrip("0123456789"), "*bf16") + ":16")
+                    for p in quantise_act.pointers(spec)
+                )
+                title = f"quantise_act {name} {model}{' grad' if grad else ''}"
+                nightly = (name, model) != ("blockwise", "qwen3_moe")
+                found.append(
+                    Entry(title, quantise_act.source(spec), "quantise_act", (*arguments, ("rows", "i32:16")),
+                          warps=spec.warps, nightly=nightly)
+                )  # fmt: skip
     return found
 
 

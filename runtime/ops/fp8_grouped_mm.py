@@ -27,7 +27,7 @@ from .grouped_mm import grouped_mm, grouped_mm_wgrad
 from .quantise import DEVICES, values
 
 
-def _product(
+def product(
     a_q: Tensor, a_s: Tensor, b_q: Tensor, b_s: Tensor, counts_E: Tensor, recipe: str, a_role: str, b_transposed: bool,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
@@ -44,7 +44,7 @@ def _product(
 def fp8_grouped_dgrad(
     g_q: Tensor, g_s: Tensor, w_qT: Tensor, w_sT: Tensor, counts_E: Tensor, recipe: str, dtype: torch.dtype
 ) -> Tensor:
-    return _product(g_q, g_s, w_qT, w_sT, counts_E, recipe, "grad", True, dtype)
+    return product(g_q, g_s, w_qT, w_sT, counts_E, recipe, "grad", True, dtype)
 
 
 @fp8_grouped_dgrad.register_fake
@@ -79,7 +79,7 @@ def fp8_grouped_mm(
             f"counts {tuple(counts_E.shape)} do not fit",
             where="moec::fp8_grouped_mm",
         )
-    y = _product(x_q, x_s, w_q, w_s, counts_E, recipe, "rows", False, x.dtype)
+    y = product(x_q, x_s, w_q, w_s, counts_E, recipe, "rows", False, x.dtype)
     return y, *taps(y, recipe, shared)
 
 

@@ -41,7 +41,7 @@ def as_matrix(x: Tensor, role: str, transposed: bool) -> Tensor:
     return x.reshape(-1, x.shape[-1]) if transposed and role in ("rows", "grad") else x
 
 
-def _of_experts(x: Tensor, counts_E: Tensor | None, recipe: Recipe) -> Tensor:
+def of_experts(x: Tensor, counts_E: Tensor | None, recipe: Recipe) -> Tensor:
     """Zeros where a row is none of an expert's."""
     if counts_E is None:
         return x
@@ -61,7 +61,7 @@ def scale_shape(x: Tensor, recipe: Recipe, role: str, transposed: bool) -> list:
 @torch.library.custom_op("moec::amax", mutates_args=(), device_types=DEVICES)
 def amax(x: Tensor, counts_E: Tensor | None, recipe: str, role: str, transposed: bool) -> Tensor:
     found = Recipe.parse(recipe)
-    x = _of_experts(x, counts_E, found)
+    x = of_experts(x, counts_E, found)
     matrix = found.shared == "tensor" and role in ("rows", "grad")
     return amax_of(as_matrix(x, role, transposed or matrix), found.tile(role, transposed)).clone()
 
@@ -87,7 +87,7 @@ def on_any_device(
     x: Tensor, amax: Tensor | None, amax_T: Tensor | None, counts_E: Tensor | None, recipe: str, role: str, both: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     found = Recipe.parse(recipe)
-    real = _of_experts(x, counts_E, found)
+    real = of_experts(x, counts_E, found)
     made: list[Tensor] = [carrier(x)]
     for transposed, given in ((False, amax), (True, amax_T)):
         if transposed and not both:
