@@ -45,6 +45,11 @@ def cases(tiny: bool) -> list[Case]:
     def small(*shape: int) -> Tensor:
         return x(*shape) * shape[-1] ** -0.5
 
+    def in_bytes(a: Tensor, b: Tensor) -> list[Tensor]:
+        flat = ops.pack_bytes([a.detach(), b.detach()], [True, False])
+        names = ",".join(str(t.dtype).removeprefix("torch.") for t in (a, b))
+        return ops.unpack_bytes(flat, 1, [1, 0], [True, False], [2, *a.shape, 2, *b.shape], names)
+
     ids = torch.stack([torch.randperm(E - 1, generator=gen)[:K] for _ in range(T)])  # the last expert gets nothing
     holes = ids.masked_fill(torch.rand(T, K, generator=gen) < 0.2, -1)
     weights = torch.rand(T, K, generator=gen) + 0.1
@@ -148,6 +153,8 @@ def cases(tiny: bool) -> list[Case]:
         Case("pack", ("pack", "unpack"), lambda a, b: ops.unpack(ops.pack([a, b], 2, [0, 1]) * 2, 2, [0, 1],
              [2, 4, 6, 2, 3, 8]), (x(4, 6), x(3, 8))),
         Case("pack_empty", ("pack_empty",), lambda a, b: ops.pack_empty([a, b], 1, [0, 1]), (x(4, 6), x(3, 8))),
+        Case("pack_bytes", ("pack_bytes", "unpack_bytes"), in_bytes, (x(4, 6), x(3, 8))),
+        Case("turn", ("turn",), lambda a: ops.turn(a.detach().to(torch.float8_e4m3fn), "weight").float(), (x(T, H),)),
         Case("align_rows", ("align_rows", "unalign_rows"),
              lambda a, c: (b := ops.align_rows(a, c, 16), ops.unalign_rows(b, c, 16, T * K)), (x(T * K, H), fewer)),
     ]  # fmt: skip

@@ -1,9 +1,10 @@
 """parallelize: the pipeline on one screen.
 
 capture → normalize → causal_attention → raise_moe → raise_router → configure_router (where asked for) → statistics
-→ shard → redundant → bundle → cast_bf16, fsdp, chunk_experts, pipeline_tp, cast_fp8, use_transformer_engine (where
-asked for) → fuse_router, fuse_experts, fuse_quantise (of FP8), fuse_permute, fuse_cross_entropy (unless turned off)
-→ lower → expand, rejoin (where layers are equal) → bind to process groups → ParallelModule
+→ shard → redundant → bundle → cast_bf16, fsdp, chunk_experts, pipeline_tp, cast_fp8, commute_quantise, units,
+use_transformer_engine (where asked for) → fuse_router, fuse_experts, fuse_quantise (of FP8), fuse_permute,
+fuse_cross_entropy (unless turned off) → lower → expand, rejoin (where layers are equal) → bind to process groups
+→ ParallelModule
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from moec.passes.cast_bf16 import cast_bf16
 from moec.passes.cast_fp8 import cast_fp8
 from moec.passes.causal_attention import causal_attention
 from moec.passes.chunk_experts import chunk_experts
+from moec.passes.commute_quantise import commute_quantise
 from moec.passes.configure_router import configure_router
 from moec.passes.contract import Pass
 from moec.passes.expand import Unlike, expand, expand_layers
@@ -65,8 +67,8 @@ __all__ = [
 
 PIPELINE: tuple[Pass, ...] = (
     normalize, causal_attention, raise_moe, raise_router, configure_router, statistics, shard, redundant, bundle,
-    cast_bf16, fsdp, units, chunk_experts, pipeline_tp, cast_fp8, use_transformer_engine, fuse_router, fuse_experts,
-    fuse_quantise, fuse_permute, fuse_cross_entropy, lower,
+    cast_bf16, fsdp, chunk_experts, pipeline_tp, cast_fp8, commute_quantise, units, use_transformer_engine, fuse_router,
+    fuse_experts, fuse_quantise, fuse_permute, fuse_cross_entropy, lower,
 )  # fmt: skip
 
 

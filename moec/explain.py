@@ -25,11 +25,12 @@ import torch
 from torch import fx
 
 from moec.cost.sizes import Sizes
-from moec.placement import local_shape, show
+from moec.placement import Types, local_shape, show
 from moec.program import DtypeChoice, ParamSpec, Program
 from moec.regather import saved_gathers
-from moec.runtime.collectives import LOW_GATHER, TABLE, collective, group_of
+from moec.runtime.collectives import CARRY_PARAMETERS, LOW_GATHER, TABLE, collective, group_of
 from moec.runtime.errors import MoecError
+from moec.runtime.once import ONCE, maxima
 
 if TYPE_CHECKING:
     from moec.module import ParallelModule
@@ -163,6 +164,7 @@ def explain(target: Program | ParallelModule, sizes: Mapping[str, tuple[int, ...
                 uses += [replace(u, bytes=size) for u in _uses(program, start, values, "backward", own, True)]
             uses += _uses(program, node, values, "backward", own)
         uses += _epilogue(program)
+    uses += _once(program)
     uses = [replace(u, crossing=_crossing(program, u)) for u in uses]
     places = tuple(_placement(program, s) for s in program.params.values())
     return Explanation(shown, tuple(uses), places, tuple(program.why_not), program.dtype_choices)
@@ -179,9 +181,10 @@ def _by_module(dtypes: Sequence[DtypeChoice]) -> list[tuple[str, ...]]:
 def _of_parameters(program: Program) -> set[fx.Node]:
     """The values that are computed from parameters alone."""
     own: set[fx.Node] = set()
+    own_names = {*program.params, ONCE}
     for node in program.graph.nodes:
-        tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-        if node.name in program.params if node.op == "placeholder" else tensors and own.issuperset(tensors):
+        tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), (torch.Tensor, tuple, list))]
+        if node.name in own_names if node.op == "placeholder" else tensors and own.issuperset(tensors):
             own.add(node)
     return own
 
@@ -193,6 +196,8 @@ def _uses(
     entry = collective(node.target)
     if entry is None:
         return []
+    if entry.kind == CARRY_PARAMETERS:
+        return _sums_for_masters(program, node, values, phase, own)
     source = node.args[0]
     wider = 1
     if phase == "backward" and not again:
@@ -222,9 +227,44 @@ def _uses(
     ]
 
 
+def _sums_for_masters(
+    program: Program, node: fx.Node, values: Sizes, phase: str, own: set[fx.Node]
+) -> list[CollectiveUse]:
+    """What travelled as FP8 costs no more forward; its gradients are summed for the masters, and as wide."""
+    masters, _, _, ranks, _ = node.args
+    if phase == "forward" or not masters[0].meta["grad"]:
+        return []
+    entry = TABLE[TABLE[CARRY_PARAMETERS].dual]
+    whole = ranks * sum(_bytes(program, m, values, node) for m in masters)
+    where = node.meta.get("where", "")
+    traffic = TRAFFIC[not own.issuperset(masters)]
+    return [
+        CollectiveUse(
+            entry.kind, entry.primitive, phase, traffic, group_of_key(program, node), ranks, whole, where, node.name
+        )
+    ]
+
+
 def group_of_key(program: Program, node) -> str:
     """The group key of a collective, whether or not the graph is bound to process groups."""
     return node.meta.get("group_key") or group_of(node)
+
+
+def _results(node: fx.Node) -> tuple[list[torch.Tensor], list[Types]]:
+    return node.meta["val"], node.meta["types"]
+
+
+def _once(program: Program) -> list[CollectiveUse]:
+    """Largest magnitudes of FP8 weights, once an optimizer step: all of a group together."""
+    graph = program.once.module.graph if program.once else fx.Graph()
+    return [
+        CollectiveUse(
+            "m_to_i", "all_reduce_max", "optimizer step", TRAFFIC[0], node.meta["group_key"], node.args[1],
+            4 * sum(prod(local_shape(v.shape, t, program.mesh)) for v, t in zip(*_results(node), strict=True)),
+            node.meta["where"], node.name,
+        )
+        for node in graph.find_nodes(op="call_function", target=maxima)
+    ]  # fmt: skip
 
 
 def _epilogue(program: Program) -> list[CollectiveUse]:

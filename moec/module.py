@@ -36,6 +36,7 @@ from moec.runtime.errors import MoecError
 from moec.runtime.groups import Groups
 from moec.runtime.mesh import Mesh
 from moec.runtime.narrow import NARROW, NarrowCopies
+from moec.runtime.once import ONCE, Once, Source
 from moec.runtime.reshard import RESHARDING, Resharding
 from moec.runtime.torch_compat import boxed
 from moec.scheduled import Execute, Parameter, Runner
@@ -79,6 +80,7 @@ class ParallelModule(Parameters):
         self._runners: dict[str, Runner] = {}
         self._execute: Execute = boxed
         self.narrow_copies = NarrowCopies()
+        self.once = Once()
         self.accounts = Accounts()
         self.last_sizes: dict[str, tuple[int, ...]] = {}
         """Shapes of this rank's inputs in the last forward, by path (what ``moec.explain`` states bytes for)."""
@@ -116,7 +118,7 @@ class ParallelModule(Parameters):
         self.last_sizes = {s.path: tuple(tensors[s.placeholder].shape) for s in program.inputs.values()}
         running = {f"{s.name.rpartition('.')[0]}:{AUX_COUNTS}": s.value for s in self._slots.values() if s.running}
         self.accounts.begin((s.value for s in self._slots.values() if s.spec.requires_grad), running, self.training)
-        results = self._scheduled(key, program, tensors) if program.step else self._recorded(program, tensors)
+        results = self._scheduled(key, program, tensors) if program.step else self._recorded(key, program, tensors)
         self.accounts.forward(program, results, self.training)
         for x in results:
             if x.requires_grad:
@@ -124,14 +126,14 @@ class ParallelModule(Parameters):
         leaves = [o.constant if o.index is None else self._leaf(o, results[o.index]) for o in program.outputs]
         return pytree.tree_unflatten(leaves, program.out_spec)
 
-    def _recorded(self, program: Program, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    def _recorded(self, key: str, program: Program, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Run the graph under autograd, which records its backward."""
         reshards = torch.is_grad_enabled() and any(n.name == RESHARDING for n in program.placeholders())
-        copies = self._narrow(program)
+        copies, once = self._narrow(program), self._once(program, key)
         owners = [(to_local(s.value), s.value) for s in self._slots.values()]
         owners += [(copy, self._slots[program.params[name].name].value) for name, copy in copies.items()]
         resharding = Resharding(owners) if reshards else None
-        operands = self._operands(program, {**tensors, RESHARDING: resharding, NARROW: copies})
+        operands = self._operands(program, {**tensors, RESHARDING: resharding, NARROW: copies, ONCE: once})
         with resharding.hooks() if resharding is not None else nullcontext():
             return program.module(*operands)
 
@@ -215,10 +217,10 @@ class ParallelModule(Parameters):
         return program
 
     def _agree(self, report: Report) -> None:
-        if self._mesh.world > 1:
-            exchange(report, self._mesh, self._device)
-        else:
+        if self._mesh.world == 1:
             alone(report)
+        elif exchange(report, self._mesh, self._device):
+            self.once.expire()
 
     def _preflight(self, key: str, program: Program, call: Call) -> dict[str, Tensor]:
         """Check the call on all ranks; the tensors by placeholder."""
@@ -245,6 +247,7 @@ class ParallelModule(Parameters):
             report.equal_lengths = EQUAL_LENGTHS in program.facts
             shared = self._mesh.role("cp") + self._mesh.role("tp")
             report.values = values_digest(x for _, _, x in found) if shared else 0
+        report.anew = program.once is not None and not self.once.current(key, self._sources(program))
         self._agree(report)
         return {spec.placeholder: call.tensors[path] for path, spec in specs}
 
@@ -268,6 +271,23 @@ class ParallelModule(Parameters):
             enter = partial(self._enter, value, spec)
             found[name] = self.narrow_copies.copy(spec.name, value, to_local(value), enter, dtype)
         return found
+
+    def _once(self, program: Program, key: str) -> tuple[Tensor, ...]:
+        """What the graph reads of weights in FP8; made anew where a parameter changed."""
+        if program.once is None:
+            return ()
+        sources, once = self._sources(program), program.once
+
+        def make() -> tuple[Tensor, ...]:
+            specs = [program.params[n] for n in once.params]
+            return once.module(*(self._enter(self._slots[s.name].value, s) for s in specs))
+
+        return self.once.get(key, sources, make)
+
+    def _sources(self, program: Program) -> list[Source]:
+        assert program.once is not None
+        values = [self._slots[program.params[n].name].value for n in program.once.params]
+        return [(v, to_local(v)) for v in values]
 
     def _operands(self, program: Program, values: dict[str, Any]) -> Iterator[Any]:
         """Placeholder values in order, to ``values`` of what is no parameter.  Trainable parameters come through the

@@ -42,12 +42,14 @@ class Report:
     """Digest of the integer inputs."""
     scalars: dict[str, float] = field(default_factory=dict)
     """Inputs of no dim (a number of items to divide by): they speak of the global batch."""
+    anew: bool = False
+    """Has a parameter changed since something was computed of it (``runtime.once``)?  Ranks compute it together."""
     equal_lengths: bool = False
     """The program computes with the global number of tokens: shapes must be equal on all ranks."""
 
     def vector(self) -> list[int]:
         alike = digest((self.batch, self.scalars, self.shapes if self.equal_lengths else None))
-        return [int(not self.problems), digest(self.key), alike, digest(self.shapes), self.values]
+        return [int(not self.problems), digest(self.key), alike, digest(self.shapes), self.values, int(self.anew)]
 
 
 def local_problems(
@@ -85,8 +87,10 @@ def local_problems(
     return problems + _aliases(found, params)
 
 
-def exchange(report: Report, mesh: Mesh, device: torch.device) -> None:
-    """Collective over the world: return if every rank's call fits and all agree, else raise the same error on all."""
+def exchange(report: Report, mesh: Mesh, device: torch.device) -> bool:
+    """Collective over the world: return if every rank's call fits and all agree, else raise the same error on all.
+
+    Returns whether some rank has something to compute ``anew``."""
     mine = torch.tensor(report.vector(), dtype=torch.int64, device=device)
     gathered = [torch.empty_like(mine) for _ in range(mesh.world)]
     dist.all_gather(gathered, mine)
@@ -95,9 +99,9 @@ def exchange(report: Report, mesh: Mesh, device: torch.device) -> None:
     if (
         all(row[0] for row in rows)
         and all(row[1:3] == rows[0][1:3] for row in rows)
-        and all(rows[rank][3:] == rows[group[0]][3:] for group in same for rank in group)
+        and all(rows[rank][3:5] == rows[group[0]][3:5] for group in same for rank in group)
     ):
-        return
+        return any(row[5] for row in rows)
     reports: list[Report] = [report] * mesh.world
     dist.all_gather_object(reports, report)
     raise _verdict(reports, same, "tp and cp" if mesh.role("cp") else "tp")

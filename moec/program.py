@@ -170,6 +170,15 @@ class Gathered:
     dim: int
 
 
+@dataclass(frozen=True)
+class OncePerStep:
+    """A graph that is run once an optimizer step: it takes the parameters ``params`` (placeholders), and what it
+    returns the program's graph reads."""
+
+    module: fx.GraphModule
+    params: tuple[str, ...]
+
+
 @dataclass
 class Program:
     module: fx.GraphModule
@@ -191,6 +200,8 @@ class Program:
     """After ``lower``: parameter placeholder -> group key over which its gradient is summed when backward ends."""
     narrowed: dict[str, torch.dtype] = field(default_factory=dict)
     """After ``lower``: parameter placeholder -> dtype of the copy of it that the graph reads."""
+    once: OncePerStep | None = None
+    """Once bound to process groups: what is computed of parameters alone, FP8 weights."""
     statistics: dict[str, Statistic] = field(default_factory=dict)
     """``<path of a MoE block>:<what>`` -> a value past the outputs; ``tally`` (``moec.tally``) for every block."""
     why_not: list[str] = field(default_factory=list)
@@ -262,8 +273,10 @@ class Program:
             return {}
         order = {n: i for i, n in enumerate(self.graph.nodes)}
         found = {value: _gathered(value) for value in order if "gathered" in value.meta}
-        starts = sorted(order[s] for s in {g.start for g in found.values()})
-        last = starts[-2:][0] if starts else 0
+        starts = sorted({g.start for g in found.values()}, key=order.__getitem__)
+        # FP8 weights of a layer travel beside the rest of it.
+        wide = [s for s in starts if s.meta["val"].dtype != torch.uint8] or starts
+        last = order[wide[-2:][0]] if wide else 0
         return {v: g for v, g in found.items() if v.meta["val"].ndim > 1 and all(order[u] < last for u in v.users)}
 
     def op_counts(self) -> Counter[str]:
@@ -295,14 +308,18 @@ def placeholder_name(name: str) -> str:
 
 
 def _gathered(value: fx.Node) -> Gathered:
-    node, index = value, 0
+    node, index, dims = value, 0, None
     while not is_start(node.target):
         if node.target is operator.getitem:
             index = node.args[1]
+        if op_name(node) == "moec.unpack_bytes":
+            dims = node.args[2]
         node = next(n for n in node.all_input_nodes if "val" in n.meta)
     shard, dim = node.args[0], node.args[-3]
     if op_name(shard) == "moec.pack":
-        shard, dim = shard.args[0][index], shard.args[2][index]
+        dims = shard.args[2]
+    if dims is not None:
+        shard, dim = shard.args[0][index], dims[index]
     return Gathered(node, shard, dim)
 
 

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from moec.placement import local_shape
 from moec.program import Program
+from moec.runtime.once import ONCE
 from moec.runtime.torch_compat import WAIT, fake_mode_of, python_dispatcher
 
 
@@ -45,7 +46,10 @@ def saved_gathers(program: Program) -> dict[fx.Node, list[tuple[fx.Node, int]]]:
         torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed),
     ):
         for now in program.graph.nodes:
-            if now.op == "placeholder":
+            if now.op == "placeholder" and now.name == ONCE and program.once is not None:
+                by_name = {n.name: n for n in program.placeholders()}
+                env[now] = program.once.module(*(_operand(program, by_name[n]) for n in program.once.params))
+            elif now.op == "placeholder":
                 env[now] = _operand(program, now)
             elif now.op == "get_attr":
                 env[now] = mode.from_tensor(program.constants[now.target])

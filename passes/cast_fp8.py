@@ -25,6 +25,8 @@ Algorithm
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -33,7 +35,7 @@ from moec.passes.fp8_rows import align
 from moec.passes.fp8_which import Which
 from moec.passes.typed import result, sweep, typed
 from moec.passes.verify.fp8 import scale_type
-from moec.placement import M
+from moec.placement import M, Types
 from moec.plan import Plan
 from moec.program import Program, op_name
 from moec.runtime.collectives import TABLE
@@ -74,11 +76,12 @@ class Cast:
             val, first = x.meta["val"], 0 if x is node.args[1] and op_name(node) == "aten.linear" else -1
             dims = range(val.ndim)[first:] if x is node.args[0] or first == 0 else (1, 2)
             for d in dims:
-                self._check_dim(node, x, d)
+                self.check_size(val.shape[d], x.meta.get("types") or {}, d, x.name, node.meta.get("where", ""))
 
-    def _check_dim(self, node: fx.Node, x: fx.Node, dim: int) -> None:
-        size, block, mesh = hint(x.meta["val"].shape[dim]), self.recipe.block, self.program.mesh
-        cuts = {a: t for a, t in (x.meta.get("types") or {}).items() if t.kind == "S" and t.dim == dim}
+    def check_size(self, global_size: Any, types: Types, dim: int, name: str, where: str = "") -> None:
+        """Raise MoecError if ``types`` cut dim ``dim`` of a weight or of rows inside of a tile."""
+        size, block, mesh = hint(global_size), self.recipe.block, self.program.mesh
+        cuts = {a: t for a, t in types.items() if t.kind == "S" and t.dim == dim}
         if not block or not cuts or size is None:
             return
         local = size // mesh.size(list(cuts))
@@ -86,8 +89,8 @@ class Cast:
         if local % (block * parts):
             raise MoecError(
                 f"{self.recipe.name} scales tiles of {block}, and {', '.join(cuts)} leaves each rank {local} of the "
-                f"{size} features of {x.name}" + (f", in {parts} parts" if parts > 1 else ""),
-                where=node.meta.get("where", ""),
+                f"{size} features of {name}" + (f", in {parts} parts" if parts > 1 else ""),
+                where=where,
                 way_out="fewer ranks on these axes, a recipe without tiles (current, rowwise), or the module in "
                 "Precision.exclude",
             )
@@ -98,8 +101,8 @@ class Cast:
         """``[carrier, q, scale, q_T, scale_T]`` of x, before ``at`` or wherever they were made first."""
         if (x, role, counts) not in self.made:
             both = self.program.training
-            amax = self._amax(at, x, role, counts, False)
-            amax_T = amax if self.recipe.shared == "tensor" or not both else self._amax(at, x, role, counts, True)
+            amax = self.amax(at, x, role, counts, False)
+            amax_T = amax if self.recipe.shared == "tensor" or not both else self.amax(at, x, role, counts, True)
             args = (x, amax, amax_T if both else None, counts, self.text, role, both)
             node = typed(self.program, at, moec_ops.quantise.default, *args)
             found = [result(self.program, node, i) for i in range(5)]
@@ -108,7 +111,7 @@ class Cast:
             self.made[x, role, counts] = found
         return self.made[x, role, counts]
 
-    def _amax(self, at: fx.Node, x: fx.Node, role: str, counts: fx.Node | None, transposed: bool) -> fx.Node | None:
+    def amax(self, at: fx.Node, x: fx.Node, role: str, counts: fx.Node | None, transposed: bool) -> fx.Node | None:
         """The largest magnitudes over all ranks, None where each rank has whole tiles."""
         if not self._shared(x, role, transposed):
             return None

@@ -13,8 +13,9 @@ Algorithm
        each in the middle of it.
     2. Note which parameters the graph casts to fewer bits (``Program.narrowed``): a run keeps such copies.
     3. ``bind`` (once the process groups exist) replaces group keys by the names of real groups.  If parameters are to
-       be resharded after the forward, it tells ``runtime.reshard`` of every gather, and casts of parameters read the
-       copies of ``runtime.narrow``; each takes one more placeholder.
+       be resharded after the forward, it tells ``runtime.reshard`` of every gather, casts of parameters read the
+       copies of ``runtime.narrow``, and FP8 weights are what a graph of their own made last (``once.py``); each takes
+       one more placeholder.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import fx
 
 from moec.passes.contract import Pass, PassContract
 from moec.passes.hoist import become_r, owed
+from moec.passes.once import quantise_once
 from moec.passes.rewrite import replace
 from moec.passes.typed import dtype_of
 from moec.placement import R
@@ -68,6 +70,7 @@ def bind(program: Program, names: dict[str, str]) -> Program:
     if program.step:
         bound.step = program.step.bound(names)
     else:
+        quantise_once(bound)
         if bound.narrowed:
             _narrow(bound)
         if resharded := bound.resharded():

@@ -38,8 +38,8 @@ pack_empty, GATHER_LOW = torch.ops.moec.pack_empty.default, TABLE[LOW_GATHER].op
 
 def _run(program: Program, plan: Plan) -> Program:
     buckets: dict[tuple, list[fx.Node]] = defaultdict(list)
-    starts = _gather_starts(program)
-    for start, unit in zip(starts, _units(program, starts), strict=True):  # 1
+    starts = gather_starts(program)
+    for start, unit in zip(starts, unit_names(program, starts), strict=True):  # 1
         of = start.meta["val"].dtype, start.meta["grad"]
         buckets[unit, start.target, group_of(start), *of].append(start)
     for bucket in buckets.values():
@@ -50,9 +50,9 @@ def _run(program: Program, plan: Plan) -> Program:
     return program
 
 
-def _units(program: Program, starts: list[fx.Node]) -> list[str]:
+def unit_names(program: Program, starts: list[fx.Node]) -> list[str]:
     """The unit of each gather, by name."""
-    layers = [_layer(program.params[p.name].name) for s in starts if (p := _parameter_of(s)) is not None]
+    layers = [_layer(program.params[p.name].name) for s in starts if (p := parameter_of(s)) is not None]
     out, last = [], ""  # the last layer so far
     for layer in layers:
         last = layer or last
@@ -60,24 +60,24 @@ def _units(program: Program, starts: list[fx.Node]) -> list[str]:
     return out
 
 
-def _gather_starts(program: Program) -> list[fx.Node]:
+def gather_starts(program: Program) -> list[fx.Node]:
     """Gathers of parameters, in graph order."""
     return [
         n
         for n in program.graph.nodes
-        if (c := collective(n.target)) is not None and c.primitive == "all_gather" and _parameter_of(n) is not None
+        if (c := collective(n.target)) is not None and c.primitive == "all_gather" and parameter_of(n) is not None
     ]
 
 
-def _parameter_of(start: fx.Node) -> fx.Node | None:
+def parameter_of(start: fx.Node) -> fx.Node | None:
     """The placeholder whose shard a collective gathers, seen through the conversion that owes its reduction."""
     node = start.args[1] if start.target is GATHER_LOW else start.args[0]
     if (c := collective(node.target)) is not None and c.kind == "i_to_r":
         node = node.args[0]
-    return node if node.op == "placeholder" and "gathered" in _behind(start).meta else None
+    return node if node.op == "placeholder" and "gathered" in behind(start).meta else None
 
 
-def _behind(start: fx.Node) -> fx.Node:
+def behind(start: fx.Node) -> fx.Node:
     """The value that stands for the gathered parameter: the wait, or what cuts off padding behind it."""
     node = next(iter(start.users))
     while "gathered" not in node.meta and node.users:
@@ -147,4 +147,4 @@ CONTRACT = PassContract(
     conflicts_with=frozenset({"units", "lowered"}),
 )
 units = Pass(CONTRACT, _run, applies=lambda plan: plan.fsdp_degree > 1)
-__all__ = ["CONTRACT", "packed_types", "units"]
+__all__ = ["CONTRACT", "behind", "gather_starts", "packed_types", "parameter_of", "unit_names", "units"]

@@ -9,7 +9,8 @@ The dual of ``A -> B`` goes from the type of B's gradient to the type of A's.  G
 I: I,  R: P,  P: R,  S: S,  V: V,  M: M.
 
 An op that communicates is a *start* op: it launches the work and its result may be read only after the wait node
-``torch.ops._c10d_functional.wait_tensor.default``.  The others (identity, slice, zero_pad) have no wait.
+``torch.ops._c10d_functional.wait_tensor.default``.  The others (identity, slice, zero_pad,
+carry) have no wait.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ PRIMITIVES: dict[str, int | None] = {
     "identity": None,
     "slice": None,
     "zero_pad": None,
+    "carry": None,
     "all_reduce": 2,
     "all_reduce_max": 2,
     "all_gather": 1,
@@ -79,6 +81,7 @@ TABLE: dict[str, Collective] = {
         Collective("p_to_r", "P", "R", "all_reduce", "p_to_r"),
         Collective("s_to_r", "S", "R", "all_gather", "p_to_s"),
         Collective("s_to_r_low", "S", "R", "all_gather", "p_to_s"),
+        Collective("carry_parameters", "S", "R", "carry", "p_to_s"),
         Collective("p_to_s", "P", "S", "reduce_scatter", "s_to_r"),
         Collective("s_to_i", "S", "I", "all_gather", "i_to_s"),
         Collective("i_to_s", "I", "S", "slice", "s_to_i"),
@@ -102,10 +105,13 @@ MAXIMA = ("m_to_i", "i_to_m")
 LOW_GATHER = "s_to_r_low"
 """``s_to_r`` of a parameter's narrow copy, whose gradient is the parameter's: ``(x, master, dim, size, group)``."""
 
+CARRY_PARAMETERS = "carry_parameters"
+"""``s_to_r`` of what travels otherwise, for gradients alone: ``(masters, dims, dtype, size, group)``."""
+
 CONVERSIONS = tuple(
     k
     for k, c in TABLE.items()
-    if c.primitive not in ("exchange", "equal", "counts") and k not in (*MAXIMA, LOW_GATHER)
+    if c.primitive not in ("exchange", "equal", "counts") and k not in (*MAXIMA, LOW_GATHER, CARRY_PARAMETERS)
 )
 """Kinds ``(x, dim, [to_dim,] size, group)``, like ``MAXIMA``; the rest have signatures of their own."""
 

@@ -52,6 +52,11 @@ def unpadded(padded: Tensor, dim: int, runs: Runs) -> Tensor:
     return padded if not parts else parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
+def _as_bytes(x: Tensor) -> Tensor:
+    """FP8 as bytes, which every backend knows; anything else as it is."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 and x.is_floating_point() else x
+
+
 @dataclass
 class _Unit:
     """Parameters that one collective gathers, at first and again."""
@@ -69,12 +74,13 @@ class _Unit:
         return self.ready.pop(parameter.position)
 
     def _gather(self, needed: list[_Parameter]) -> list[Tensor]:
-        if len(needed) == 1:
-            return [convert("s_to_r", needed[0].local, needed[0].dim, 0, self.size, self.group)]
+        parts = [_as_bytes(p.local) for p in needed]
+        if len(parts) == 1:
+            return [convert("s_to_r", parts[0], needed[0].dim, 0, self.size, self.group)]
         dims, shapes = [p.dim for p in needed], [list(p.local.shape) for p in needed]
         for shape, dim in zip(shapes, dims, strict=True):
             shape[dim] *= self.size
-        flat = convert("s_to_r", pack([p.local for p in needed], 1, dims), 0, 0, self.size, self.group)
+        flat = convert("s_to_r", pack(parts, 1, dims), 0, 0, self.size, self.group)
         return unpack(flat, self.size, dims, flatten_shapes(shapes))
 
 
@@ -104,6 +110,7 @@ class _Parameter:
                 whole = unpadded(self.unit.fetch(self), self.dim, self.runs)
                 if whole.stride() != self.stride:  # gathered alone, a parameter may lie otherwise than among others
                     whole = whole.new_empty_strided(whole.shape, self.stride).copy_(whole)
+                whole = whole.view(self.local.dtype)
         self.opened = (self.opened + 1) % self.handles
         self.whole = whole if self.opened else None
         return whole

@@ -22,9 +22,11 @@ import torch
 from torch import Tensor, fx
 
 from . import simulate
-from .collectives import LOW_GATHER, TABLE, Collective, collective, is_wait
+from .collectives import CARRY_PARAMETERS, LOW_GATHER, TABLE, Collective, collective, is_wait
 from .errors import MoecError
 from .mesh import Mesh
+from .ops.carry_parameters import carriers
+from .ops.pack import flatten_shapes, pack, unpack
 from .torch_compat import OpOverload
 
 
@@ -102,6 +104,8 @@ class LockstepWorld:
                 f"{dict(zip(self.mesh.names, self.mesh.shape, strict=True))}",
                 where=node.name,
             )
+        if entry.kind == CARRY_PARAMETERS:
+            return self._carriers(entry, key, node, bound)
         xs = [next(iter(b.values())) for b in bound]  # the tensor that travels is the first argument of every op
         if entry.primitive == "counts":
             return self._across(entry, key, node, xs, lambda ranks, mine: simulate.counts(mine))
@@ -142,6 +146,29 @@ class LockstepWorld:
             return move(self.table[entry.dual], "backward", wide)
 
         return list(_Across.apply(lambda _: move(entry, "forward", [x.detach() for x in xs]), backward, *masters))
+
+    def _carriers(self, entry: Collective, key: str, node: fx.Node, bound: list[dict[str, Any]]) -> list[Any]:
+        """Nothing travels; gradients are widened to the dtype of their masters, reduced together, and theirs."""
+        masters, dims, size = [b["masters"] for b in bound], bound[0]["dims"], bound[0]["size"]
+        n, dual = len(dims), self.table[entry.dual]
+
+        def forward(_: Sequence[Tensor]) -> list[Tensor]:
+            return [y for b in bound for y in carriers(b["masters"], dims, b["dtype"], size)]
+
+        def backward(grads: Sequence[Tensor]) -> list[Tensor]:
+            mine = [grads[i : i + n] for i in range(0, len(grads), n)]
+            wide = [[g.to(m.dtype) for g, m in zip(gs, ms, strict=True)] for gs, ms in zip(mine, masters, strict=True)]
+            one, dim = n == 1, dims[0] if n == 1 else 0
+            flat = [gs[0] if one else pack(gs, size, dims) for gs in wide]
+            run = lambda ranks, xs: simulate.convert(dual.primitive, xs, dim, dim)  # noqa: E731
+            reduced = self._across(dual, key, node, flat, run, "backward")
+            if one:
+                return reduced
+            return [x for r, ms in zip(reduced, masters, strict=True)
+                    for x in unpack(r, 1, dims, flatten_shapes([m.shape for m in ms]))]  # fmt: skip
+
+        flat = _Across.apply(forward, backward, *(m for ms in masters for m in ms))
+        return [list(flat[i : i + n]) for i in range(0, len(flat), n)]
 
     def _exchange(
         self, entry: Collective, key: str, node: fx.Node, xs: Sequence[Tensor], bound: list[dict[str, Any]]

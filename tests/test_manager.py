@@ -53,8 +53,8 @@ def test_nothing_runs_before_the_schedule_is_known_to_hold() -> None:
 def test_the_pipeline_is_a_right_schedule() -> None:
     manager.validate_schedule({"captured"}, PIPELINE)
     names = "normalize causal_attention raise_moe raise_router configure_router statistics shard redundant bundle"
-    names += " cast_bf16 fsdp units chunk_experts pipeline_tp cast_fp8 use_transformer_engine fuse_router"
-    names += " fuse_experts fuse_quantise fuse_permute fuse_cross_entropy lower"
+    names += " cast_bf16 fsdp chunk_experts pipeline_tp cast_fp8 commute_quantise units use_transformer_engine"
+    names += " fuse_router fuse_experts fuse_quantise fuse_permute fuse_cross_entropy lower"
     assert " ".join(p.name for p in PIPELINE) == names
     assert [p.name for p in PIPELINE if not p.contract.preserves_values] == ["configure_router", "cast_fp8"]
 

@@ -32,12 +32,12 @@ from spmd_types import rules
 from spmd_types.checker import typecheck
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
-from witness_moves import CONVERSIONS, LOCAL, OWNERS, Axis, derived, gather_low, spec_of
+from witness_moves import CONVERSIONS, LOCAL, OWNERS, Axis, carry_parameters, derived, gather_low, spec_of
 from witness_rules import LACKING, MOEC, PACKED
 
 from moec.placement import Type, Types
 from moec.program import Program, op_name
-from moec.runtime.collectives import LOW_GATHER, collective, is_wait
+from moec.runtime.collectives import CARRY_PARAMETERS, LOW_GATHER, collective, is_wait
 from moec.runtime.mesh import Mesh
 from moec.runtime.torch_compat import expr
 
@@ -162,7 +162,8 @@ class Witness:
                 x = node.target(*args, **kwargs)
             return self._typed(x, node) if isinstance(x, Tensor) else x
         if entry := collective(node.target):
-            move = gather_low if entry.kind == LOW_GATHER else CONVERSIONS[entry.primitive]
+            own = {LOW_GATHER: gather_low, CARRY_PARAMETERS: carry_parameters}
+            move = own.get(entry.kind) or CONVERSIONS[entry.primitive]
             return move(self, node, entry, *args)
         rule = MOEC.get(name) or (PACKED.get(name) if self._cuts_packed(node) else None) or LACKING.get(name)
         if name == "aten.linear" and args[0].ndim < 4 and 1 not in args[0].shape[1:-1]:
@@ -266,7 +267,8 @@ class Witness:
         entry, name = collective(node.target), op_name(node)
         # The experts take packed weights and others.
         # Of tokens in blocks, chunks are the same tokens in none.
-        makes = ("aten.reshape", "moec.pack", "moec.unpack", "moec.experts", "moec.experts_rows", *PACKED)
+        makes = ("aten.reshape", "moec.pack", "moec.unpack", "moec.pack_bytes", "moec.unpack_bytes", "moec.experts",
+                 "moec.experts_rows", *PACKED)  # fmt: skip
         makes += ("moec.split_tokens", "moec.join_tokens")
         if entry is not None or name in makes or node.op != "call_function":
             return False
@@ -292,7 +294,7 @@ def axes_of(mesh: Mesh) -> dict[str, Axis]:
 
 
 def same(x: Tensor, kind: str, dim: int, t: Type) -> bool:
-    if t.kind == "V" and not x.is_floating_point():
+    if t.kind == "V" and not x.is_floating_point() and x.dtype != torch.uint8:  # bytes are payloads
         return kind in "SP"  # counts: here it is said whether of all experts (a pending sum) or of those that live here
     if t.kind == "M":
         return kind == "V"

@@ -135,6 +135,10 @@ def _dequantise(w, node, q: Tensor, scale: Tensor, *_):
     return w.einsum("...->...", q)
 
 
+def _turn(w, node, q: Tensor, role):
+    return _made(w, _no_sum(w, q), _matrix(w, q, role, True), {})
+
+
 def _own_rows(w, node, x, counts, *_):
     rules.ignore(counts)
     return w.einsum("...->...", x, linear_in=(0,))
@@ -143,5 +147,5 @@ def _own_rows(w, node, x, counts, *_):
 FP8: dict[str, Callable] = {
     "moec.amax": _amax, "moec.quantise": _quantise, "moec.dequantise": _dequantise, "moec.fp8_linear": _fp8_linear,
     "moec.fp8_grouped_mm": _fp8_grouped_mm, "moec.grad_amax": _grad_amax, "moec.align_rows": _own_rows,
-    "moec.unalign_rows": _own_rows,
+    "moec.unalign_rows": _own_rows, "moec.turn": _turn,
 }  # fmt: skip

@@ -189,11 +189,25 @@ def pack(w, node: fx.Node, xs: list[Tensor], size: int, dims: list[int]) -> rule
     return typed
 
 
+def pack_bytes(w, node: fx.Node, xs: list[Tensor], turned: list[bool]) -> rules.NdimWithSpmdType:
+    """Along which dims they are to be gathered, the op behind the gather says."""
+    apart = next(iter(next(iter(next(iter(node.users)).users)).users))
+    rules.ignore(*xs)
+    return pack(w, node, xs, 1, apart.args[2])
+
+
+def unpack_bytes(w, node: fx.Node, flat: Tensor, size: int, dims: list[int], turned: list[bool], *_) -> list:
+    if list(node.args[0].args[0].args[0].args[1]) != list(turned):
+        raise spmd.SpmdTypeError("taken apart is what lay otherwise")
+    return unpack(w, node, flat, size, dims, [])
+
+
 def unpack(w, node: fx.Node, flat: Tensor, size: int, dims: list[int], shapes: list[int]) -> list:
     """Each part is what its shard becomes if it goes through the collective by itself."""
     started = node.args[0].args[0]
     entry, (source, master, *_) = collective(started.target), started.args
-    if entry is None or op_name(source) != "moec.pack" or list(source.args[2]) != list(dims):
+    packed = op_name(source) == "moec.pack" and list(source.args[2]) == list(dims)
+    if entry is None or not (packed or op_name(source) == "moec.pack_bytes"):
         raise spmd.SpmdTypeError("taken apart is what was not packed so")
     if entry.kind == LOW_GATHER:
         if op_name(master) != "moec.pack_empty" or list(master.args[2]) != list(dims):
@@ -220,6 +234,20 @@ def gather_low(w, node: fx.Node, entry: Collective, x: Tensor, master: Tensor, *
         y = wide.to(x.dtype)
     rules.output(y, typed)
     return y
+
+
+def carry_parameters(w, node: fx.Node, entry: Collective, masters: list[Tensor], dims, dtype, size, group) -> list:
+    """Carriers are typed as what they stand for: the masters, gathered."""
+    out = []
+    for x, dim in zip(masters, dims, strict=True):
+        typed: Any = w.einsum("...->...", x, linear_in=(0,))
+        for a in reversed(group_of(node).split(",")):
+            typed = rules.all_gather(typed, w.axes[a], src=spmd.S(dim), dst=LOCAL[entry.dest])
+        with spmd.no_typecheck():
+            y = torch.cat([x] * size, dim).to(dtype)
+        rules.output(y, typed)
+        out.append(y)
+    return out
 
 
 CONVERSIONS: dict[str, Callable] = {

@@ -15,7 +15,7 @@ import spmd_types as spmd
 from spmd_types import rules
 from torch import Tensor
 from witness_fp8 import FP8, fp8_tiles
-from witness_moves import OWNERS, Axis, derived, pack, spec_of, unpack
+from witness_moves import OWNERS, Axis, derived, pack, pack_bytes, spec_of, unpack, unpack_bytes
 
 # -- moec's ops ------------------------------------------------------------------------------------------------------
 
@@ -269,7 +269,8 @@ MOEC: dict[str, Callable] = {
     "moec.fp8_grouped_act": _fp8_grouped_act, "moec.permute_aligned": _permute_aligned,
     "moec.permute_quantised": _permute_quantised,
     "moec.logsumexp_pick": _logsumexp_pick, "moec.cross_entropy": _cross_entropy,
-    "moec.pack": pack, "moec.pack_empty": pack, "moec.unpack": unpack, **FP8,
+    "moec.pack": pack, "moec.pack_empty": pack, "moec.unpack": unpack,
+    "moec.pack_bytes": pack_bytes, "moec.unpack_bytes": unpack_bytes, **FP8,
 }  # fmt: skip
 
 

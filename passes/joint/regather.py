@@ -8,7 +8,7 @@ Contract
 
 Algorithm
     1. A saved value that was computed from parameters alone, by a gather and ops that only move elements, is made anew.
-       What the last two gathers bring is kept, as are vectors (see ``Program.resharded``).
+       What the last two gathers (and those of bytes between) bring is kept, as are vectors (``Program.resharded``).
     2. The nodes that make it are copied to the backward, before the first use there of anything that one of them makes,
        and read the shards, which are saved in its stead.  Values of one gather share the copies.
     3. Of parameters that travel together only those come again that something reads.
@@ -32,7 +32,8 @@ MOVES = frozenset({
     aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.permute.default,
     aten.slice.Tensor, aten.cat.default, aten.unsqueeze.default, aten.squeeze.dim, aten.select.int, aten.alias.default,
     aten.detach.default, aten.clone.default, aten._to_copy.default, aten.split_with_sizes.default, aten.split.Tensor,
-    aten.expand.default, moec.pack.default, moec.unpack.default, moec.i_to_r.default, operator.getitem,
+    aten.expand.default, moec.pack.default, moec.unpack.default, moec.pack_bytes.default, moec.unpack_bytes.default,
+    moec.turn.default, moec.i_to_r.default, operator.getitem,
 })  # fmt: skip
 KEPT = 2
 """Gathers at the end of the forward that the backward begins with."""
@@ -71,10 +72,12 @@ def _made_by(graph: fx.Graph, program: Program) -> dict[fx.Node, frozenset[fx.No
 
 def _made_anew(graphs: JointGraphs, made_by: dict[fx.Node, frozenset[fx.Node]]) -> list[fx.Node]:
     saved = graphs.forward.graph.output_node().args[0][graphs.num_outputs :]
-    last = set([n for n in made_by if is_gather(n)][-KEPT:])
+    gathers = [n for n in made_by if is_gather(n)]
+    wide = [i for i, n in enumerate(gathers) if n.meta["val"].dtype != torch.uint8] or list(range(len(gathers)))
+    last = set(gathers[wide[-KEPT:][0] :] if wide else ())  # FP8 weights of a layer travel beside the rest of it
     moved: set[fx.Node] = set()
-    for node in made_by:  # what a gather and moves alone make
-        if node.op == "placeholder" or (_moves(node) and all(i in moved for i in _sources(node))):
+    for node in made_by:  # what a gather and moves alone make, of what each rank makes of its own part
+        if not made_by[node] or (_moves(node) and all(i in moved for i in _sources(node))):
             moved.add(node)
 
     def matrix(node: fx.Node) -> bool:
@@ -99,9 +102,13 @@ class _Regather:
         self.saved: list[fx.Node] = list(self.forward.output_node().args[0][graphs.num_outputs :])
         placeholders = self.backward.find_nodes(op="placeholder")
         self.stands_for = dict(zip(self.saved, placeholders, strict=False))
+        self.plain: set[fx.Node] = set()
+        for node in made_by:  # made anew of the parameter; what else a rank made of its own part is saved
+            if node.op == "placeholder" or (_moves(node) and all(i in self.plain for i in _sources(node))):
+                self.plain.add(node)
         self.needed = set(anew)
         for node in reversed(list(made_by)):
-            if node in self.needed:
+            if node in self.needed and not self._saves(node):
                 self.needed.update(_sources(node))
         self.env: dict[fx.Node, fx.Node] = {}
 
@@ -134,10 +141,14 @@ class _Regather:
     def _reads(self, node: fx.Node) -> list[fx.Node]:
         if node.target is moec.pack.default:
             return [node.args[0][i] for i in self._positions(node)]
-        return [] if node.op == "placeholder" else _sources(node)
+        return [] if self._saves(node) else _sources(node)
+
+    def _saves(self, node: fx.Node) -> bool:
+        """A parameter's part, or what is computed of it before it is gathered (its FP8 numbers)."""
+        return node.op == "placeholder" or not (self.made_by[node] or node in self.plain)
 
     def _one(self, node: fx.Node) -> fx.Node:
-        if node.op == "placeholder":
+        if self._saves(node):
             return self._shard(node)
         if node.target is operator.getitem and node.args[0].target is moec.unpack.default:
             at = self._positions(node.args[0]).index(node.args[1])
@@ -157,7 +168,7 @@ class _Regather:
         return copy
 
     def _shard(self, placeholder: fx.Node) -> fx.Node:
-        """A parameter's placeholder in the backward, saved from now on if it is not yet."""
+        """A placeholder of the backward for what a rank has of a parameter, saved from now on if it is not yet."""
         if placeholder not in self.stands_for:
             first = next(iter(self.backward.nodes))
             last_saved = self.stands_for[self.saved[-1]] if self.saved else None

@@ -21,7 +21,7 @@ from moec.runtime.fp8 import Recipe
 
 FP8 = {
     "moec.amax", "moec.quantise", "moec.dequantise", "moec.grad_amax", "moec.fp8_linear", "moec.fp8_grouped_mm",
-    "moec.align_rows", "moec.unalign_rows", "moec.permute_quantised", "moec.fp8_grouped_act",
+    "moec.align_rows", "moec.unalign_rows", "moec.permute_quantised", "moec.fp8_grouped_act", "moec.turn",
 }  # fmt: skip
 
 
@@ -82,6 +82,9 @@ class _OnAxis:
                 return [*self.quantised(rows, 2, amax, amax_T, recipe, "rows", both), rows, tokens]
             case "dequantise":
                 return [self.on(self.node.args[0])]
+            case "turn":
+                q, role = self.node.args
+                return [quantised_type(role, True, q.meta["val"].ndim, self.on(q))]
             case "grad_amax":
                 return self.grad_amax(*self.node.args)
             case "fp8_linear":

@@ -21,7 +21,16 @@ from moec.passes.verify.dialect import derive_dialect, meaning, on_axes
 from moec.passes.verify.fp8 import FP8, derive_fp8
 from moec.placement import I, R, S, Type, Types, V, show
 from moec.program import Program, op_name
-from moec.runtime.collectives import CONVERSIONS, LOW_GATHER, MAXIMA, TABLE, collective, group_of, is_wait
+from moec.runtime.collectives import (
+    CARRY_PARAMETERS,
+    CONVERSIONS,
+    LOW_GATHER,
+    MAXIMA,
+    TABLE,
+    collective,
+    group_of,
+    is_wait,
+)
 from moec.runtime.errors import MoecError
 
 BY_THE_TABLE = {
@@ -75,13 +84,18 @@ def derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
     entry, name = collective(node.target), meaning(node)
     if entry is not None and entry.kind == LOW_GATHER:
         return _gather_low(program, node, derived, entry)
+    if entry is not None and entry.kind == CARRY_PARAMETERS:
+        masters, dims = node.args[:2]
+        return [_convert(program, node, derived[m], entry, m, d) for m, d in zip(masters, dims, strict=True)]
     if entry is not None and entry.kind in (*CONVERSIONS, *MAXIMA):
         return _convert(program, node, derived[node.args[0]], entry)
     ops = operands(node)
     types = [derived[o] if o.meta["grad"] else _neutral(derived[o]) for o in ops]
     if name in ("moec.pack", "moec.pack_empty"):
         return _pack(node, types)
-    if name == "moec.unpack":
+    if name == "moec.pack_bytes":
+        return _pack_bytes(node, types)
+    if name in ("moec.unpack", "moec.unpack_bytes"):
         return _unpack(node, derived)
     if name in ("moec.split_tokens", "moec.join_tokens"):
         return _chunks(node, name, types)
@@ -125,15 +139,19 @@ def derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
     return out if isinstance(node.meta["val"], (tuple, list)) else out[0]
 
 
-def _convert(program: Program, node: fx.Node, source: Types, entry) -> Types:
-    dim, to_dim = node.args[1:3] if entry.kind == "s_to_s" else [node.args[-3]] * 2
+def _convert(
+    program: Program, node: fx.Node, source: Types, entry, x: fx.Node | None = None, dim: int | None = None
+) -> Types:
+    """``x``, of ``source``: what is converted along ``dim``, where it is not the first operand along the op's."""
+    x = x or node.args[0]
+    dim, to_dim = node.args[1:3] if entry.kind == "s_to_s" else [node.args[-3] if dim is None else dim] * 2
     out = dict(source)
     axes = group_of(node).split(",")
     # What is cut from a dim that axes minor to these share already, is cut from each of their blocks.
     was, becomes = (S(d, dealt_blocks(program.mesh, source, axes, d)) for d in (dim, to_dim))
     for axis in axes:
         expected = was if entry.source == "S" else Type(entry.source)
-        neutral = not node.args[0].meta["grad"] and source[axis].kind in "IR" and expected.kind in "IR"
+        neutral = not x.meta["grad"] and source[axis].kind in "IR" and expected.kind in "IR"
         if source[axis] != expected and not neutral:
             raise MoecError(
                 f"{node.name} ({entry.kind}) is fed {source[axis]} on {axis}", where=node.meta.get("where", "")
@@ -153,11 +171,9 @@ def _gather_low(program: Program, node: fx.Node, derived, entry) -> Types:
 
 def _pack(node: fx.Node, types: list[Types]) -> Types:
     """Shards as one vector, for the gather that follows: each is sharded there, on the dim that is to be whole."""
-    user = next(iter(node.users), node)
-    entry = collective(user.target)
-    if entry is None or entry.primitive != "all_gather" or len(node.users) != 1 or node.args[1] != 1:
+    axes = _gathered_axes(node) if node.args[1] == 1 else None
+    if axes is None:
         raise MoecError(f"{node.format_node()} does not feed one gather", where=node.meta.get("where", ""))
-    axes = group_of(user).split(",")
     for t, dim in zip(types, node.args[2], strict=True):
         for a in axes:
             if t[a].kind != "S" or t[a].dim != dim:
@@ -168,12 +184,43 @@ def _pack(node: fx.Node, types: list[Types]) -> Types:
     return packed_types(types, axes)
 
 
+def _gathered_axes(node: fx.Node) -> list[str] | None:
+    """The axes over which what was packed is gathered, None where that does not become of it alone."""
+    user = next(iter(node.users), node)
+    entry = collective(user.target)
+    if entry is None or entry.primitive != "all_gather" or len(node.users) != 1:
+        return None
+    return group_of(user).split(",")
+
+
+def _pack_bytes(node: fx.Node, types: list[Types]) -> Types:
+    """Like ``_pack``; along which dims its operands are joined, the op that takes them apart says."""
+    axes = _gathered_axes(node)
+    if axes is None:
+        raise MoecError(f"{node.format_node()} does not feed one gather", where=node.meta.get("where", ""))
+    return packed_types(types, axes)
+
+
 def _unpack(node: fx.Node, derived) -> list[Types]:
     """On the gathered axes what the vector is; on others what the shards were that it was packed of."""
     started = node.args[0].args[0]
     source = started.args[0] if started.args else None
-    if source is None or op_name(source) != "moec.pack" or node.args[2] != source.args[2]:
-        raise MoecError(f"{node.format_node()} takes apart what was not packed so", where=node.meta.get("where", ""))
+    wrong = MoecError(f"{node.format_node()} takes apart what was not packed so", where=node.meta.get("where", ""))
+    if op_name(node) == "moec.unpack_bytes":
+        _, _, dims, turned, _, dtypes = node.args
+        if source is None or op_name(source) != "moec.pack_bytes" or source.args[1] != turned:
+            raise wrong
+        names = [str(x.meta["val"].dtype).removeprefix("torch.") for x in source.args[0]]
+        if names != dtypes.split(","):
+            raise wrong
+        cut = [derived[x][a] for x in source.args[0] for a in group_of(started).split(",")]
+        if any(t.kind != "S" for t in cut) or any(
+            derived[x][a].dim != d
+            for x, d in zip(source.args[0], dims, strict=True) for a in group_of(started).split(",")
+        ):  # fmt: skip
+            raise wrong
+    elif source is None or op_name(source) != "moec.pack" or node.args[2] != source.args[2]:
+        raise wrong
     packed = source.args[0]
     if started.target is TABLE[LOW_GATHER].op:
         masters = started.args[1]

@@ -26,7 +26,7 @@ def flatten_shapes(shapes: Sequence[Sequence[int]]) -> list[int]:
     return [n for shape in shapes for n in (len(shape), *shape)]
 
 
-def _shapes(flat: Sequence[int]) -> list[list[int]]:
+def shapes_of(flat: Sequence[int]) -> list[list[int]]:
     found, at = [], 0
     while at < len(flat):
         found.append(list(flat[at + 1 : at + 1 + flat[at]]))
@@ -48,7 +48,7 @@ def pack(xs: Sequence[Tensor], size: int, dims: Sequence[int]) -> Tensor:
 def unpack(flat: Tensor, size: int, dims: Sequence[int], shapes: Sequence[int]) -> list[Tensor]:
     parts = flat.view(size, -1)
     out, at = [], 0
-    for d, shape in zip(dims, _shapes(shapes), strict=True):
+    for d, shape in zip(dims, shapes_of(shapes), strict=True):
         n = torch.Size(shape).numel() // size
         part = parts[:, at : at + n].reshape(size, *shape[:d], shape[d] // size, *shape[d + 1 :])
         # A copy in any case: a custom op may not return views of its input.
@@ -70,7 +70,7 @@ def _(xs, size, dims):
 
 @unpack.register_fake
 def _(flat, size, dims, shapes):
-    return [flat.new_empty(shape) for shape in _shapes(shapes)]
+    return [flat.new_empty(shape) for shape in shapes_of(shapes)]
 
 
 def _setup_pack(ctx, inputs, output) -> None:

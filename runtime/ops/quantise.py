@@ -71,16 +71,16 @@ def _(x, counts_E, recipe, role, transposed):
     return x.new_empty(scale_shape(x, Recipe.parse(recipe), role, transposed), dtype=torch.float32)
 
 
-def _none(ctx, *grads):
+def none(ctx, *grads):
     return (None,) * ctx.arguments
 
 
-def _no_gradient(ctx, inputs, output) -> None:
+def no_gradient(ctx, inputs, output) -> None:
     ctx.arguments = len(inputs)
     ctx.mark_non_differentiable(output)
 
 
-amax.register_autograd(_none, setup_context=_no_gradient)
+amax.register_autograd(none, setup_context=no_gradient)
 
 
 def on_any_device(
@@ -175,4 +175,4 @@ def _(q, scale, recipe, role, transposed, dtype):
     return q.new_empty(q.shape, dtype=dtype)
 
 
-dequantise.register_autograd(_none, setup_context=_no_gradient)
+dequantise.register_autograd(none, setup_context=no_gradient)
