@@ -9,6 +9,7 @@ forward and backward, and of three repeats the median.
 * ``ep``: a Mixtral whose experts lie on both hosts; balanced routing, so that both have the same to do.
 * ``grad_reduction``: a deep dense model, data parallel; beside torch's DDP.
 * ``fsdp``: the same, sharded; beside torch's ``fully_shard``.
+* ``plans``: the Mixtral under six plans, for the prediction alone.
 
 Contenders: ``unscheduled`` (the plan without ``overlap``), ``scheduled`` (with it), ``compute_only`` (the unscheduled
 program, whose collectives return at once: ``two_hosts_cases.nothing_sent``).  Then
@@ -22,9 +23,10 @@ may run beside it: the backward for gradients, the whole step for FSDP.  Peers a
 without synchronisation) and the same communication.
 
 ``prediction``: the step that the cost model predicts for each plan on the cluster that ``calibrate`` measured in the
-lab just before, beside the measured one.  The last line with ``--json`` is one object: ``{"hidden", "speedup",
-"exposed_share", …}`` of ``ep`` at top level, the others under their names, ``"prediction": [{"plan", "predicted_s",
-"measured_s"}, …]``.
+lab just before, beside the measured one; ``order_agrees``: whether the plans of each case, sorted by one and by the
+other, are in the same order.  The last line with ``--json`` is one object: ``{"hidden", "speedup", "exposed_share",
+…}`` of ``ep`` at top level, the others under their names, ``"prediction": [{"plan", "predicted_s", "measured_s"}, …]``,
+``"order_agrees"``.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ import json
 import os
 import sys
 import tempfile
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -49,6 +52,8 @@ WORKER = Path(cases.__file__)
 
 def summary(case: str, repeats: dict[str, list[float]]) -> dict[str, Any]:
     seconds = {name: median(values) for name, values in repeats.items()}
+    if case == "plans":
+        return {"seconds": seconds, "repeats": repeats}
     unscheduled, scheduled, compute = (seconds[n] for n in ("unscheduled", "scheduled", "compute_only"))
     sent = unscheduled - compute
     beside = {"ep": sent, "grad_reduction": compute - seconds["forward_only"], "fsdp": compute}[case]
@@ -77,16 +82,24 @@ def predictions(names: list[str], cluster: Path, results: dict[str, dict[str, An
             predicted = moec.timeline(program, cluster, sizes).step
             rows.append(
                 {
-                    "plan": f"{case}, {name}", "predicted_s": predicted.step_s,
+                    "case": case, "plan": name, "predicted_s": predicted.step_s,
                     "measured_s": results[case]["seconds"][name], "predicted_compute_s": predicted.compute_s,
                 }
             )  # fmt: skip
     return rows
 
 
+def order_agrees(rows: list[dict[str, Any]]) -> bool:
+    """Are the plans of each case in the same order, sorted by what was predicted and by what was measured?"""
+    by_case = [[r for r in rows if r["case"] == case] for case in {r["case"] for r in rows}]
+    return all(sorted(r, key=itemgetter("predicted_s")) == sorted(r, key=itemgetter("measured_s")) for r in by_case)
+
+
 def report(results: dict[str, dict[str, Any]], rows: list[dict[str, Any]]) -> None:
     for case, r in results.items():
-        print(f"\n{case}: hidden {r['hidden']:.1%}, {r['speedup']:.2f}x faster, exposed {r['exposed_share']:.1%}")
+        print(f"\n{case}")
+        if "hidden" in r:
+            print(f"  hidden {r['hidden']:.1%}, {r['speedup']:.2f}x faster, exposed {r['exposed_share']:.1%}")
         for name, value in r["seconds"].items():
             spread = ", ".join(f"{v:.3f}" for v in r["repeats"][name])
             print(f"  {name:<20} {value:7.3f} s   ({spread})")
@@ -96,7 +109,9 @@ def report(results: dict[str, dict[str, Any]], rows: list[dict[str, Any]]) -> No
     print("\npredicted against measured")
     for row in rows:
         off = row["predicted_s"] / row["measured_s"] - 1
-        print(f"  {row['plan']:<28} {row['predicted_s']:7.3f} s {row['measured_s']:7.3f} s {off:+7.1%}")
+        name = f"{row['case']}, {row['plan']}"
+        print(f"  {name:<28} {row['predicted_s']:7.3f} s {row['measured_s']:7.3f} s {off:+7.1%}")
+    print(f"  the order of the plans {'agrees' if order_agrees(rows) else 'differs'}")
 
 
 def main() -> None:
@@ -123,7 +138,8 @@ def main() -> None:
     print(f"\nload {os.getloadavg()[0]:.1f}\n{cluster}")
     if args.json:
         top = results.pop("ep", {})
-        print(json.dumps({**top, **results, "prediction": rows, "load": os.getloadavg()[0]}))
+        prediction = {"prediction": rows, "order_agrees": order_agrees(rows)}
+        print(json.dumps({**top, **results, **prediction, "load": os.getloadavg()[0]}))
 
 
 if __name__ == "__main__":

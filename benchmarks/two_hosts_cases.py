@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -82,16 +83,31 @@ def dense() -> tuple[nn.Module, Inputs]:
     return model, {k: torch.randn(TOKENS, DENSE_HIDDEN, generator=g) for k in ("x", "y")}
 
 
-MODELS = {"ep": mixtral, "fsdp": dense, "grad_reduction": dense}
+MODELS = {"ep": mixtral, "fsdp": dense, "grad_reduction": dense, "plans": mixtral}
 
 
 def plans(case: str, cluster: str) -> dict[str, moec.Plan]:
-    """``unscheduled`` and ``scheduled`` of a case."""
+    """``unscheduled`` and ``scheduled`` of a case; six that one could choose from for ``plans``."""
+    if case == "plans":
+        return _six(cluster)
     overlap = moec.Overlap(chunks="auto" if case == "ep" else 1, cluster=cluster)
     options = {"ep": {"ep": 2, "router": moec.Router(force_balance="round_robin")}, "fsdp": {"fsdp": True}}.get(
         case, {}
     )
     return {name: moec.Plan(dp=2, overlap=o, **options) for name, o in (("unscheduled", None), ("scheduled", overlap))}
+
+
+def _six(cluster: str) -> dict[str, moec.Plan]:
+    balanced = moec.Router(force_balance="round_robin")
+
+    def plan(chunks: int | None, **degrees: Any) -> moec.Plan:
+        overlap = None if chunks is None else moec.Overlap(chunks=chunks, cluster=cluster)
+        return moec.Plan(dp=2, router=balanced, overlap=overlap, **degrees)
+
+    return {
+        "dp": plan(None), "dp, scheduled": plan(1), "fsdp, scheduled": plan(1, fsdp=True),
+        "ep": plan(None, ep=2), "ep, 2 chunks": plan(2, ep=2), "ep, 4 chunks": plan(4, ep=2),
+    }  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------- contenders
@@ -158,7 +174,7 @@ def contenders(case: str, cluster: str) -> dict[str, Step]:
         if name == "unscheduled":
             found["compute_only"] = within(nothing_sent, found[name])
             found["forward_only"] = within(nothing_sent, lambda model=model: model(**inputs))
-    if case != "ep":
+    if case not in ("ep", "plans"):
         ddp = DistributedDataParallel(MODELS[case]()[0])
         found["ddp"], found["torch_compute_only"] = step_of(ddp, inputs), within(ddp.no_sync, step_of(ddp, inputs))
         sharded = MODELS[case]()[0]

@@ -7,7 +7,9 @@ counts for each as what is left for it.
 2. Element-wise additions into new memory, of growing size: bytes/s by bytes; of one element: the overhead of an op.
 3. Each kind of collective, between the ranks of a node and between nodes: latency from a small one, bandwidth from
    large ones, with the bytes that a ring would send (``Collective.wire_bytes``).
-4. Products beside a long collective: how much slower they are.
+4. Products beside long collectives: how much slower they are.
+5. The ops of a typical layer: their overheads, and how much slower than a product or an addition they are
+   (``calibrate_ops``).
 
 A figure is the median over repetitions; of ranks, the mean.
 """
@@ -17,12 +19,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import cycle
 from statistics import median
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moec.calibrate_ops import ops
 from moec.cost.cluster import Cluster, Curve, Link
 from moec.runtime.collectives import PRIMITIVES
 from moec.runtime.errors import MoecError
@@ -31,8 +36,11 @@ from moec.runtime.torch_compat import all_gather_flat, reduce_scatter_flat
 
 PRODUCTS = (16, 32, 64, 128, 256, 512, 1024)
 """Rows, columns and depth of the products."""
+COLD, MOST_PAIRS = 1 << 26, 256
+"""Bytes of the operands that products take turns with, and how many pairs at most."""
 ELEMENTS = tuple(4**k for k in range(5, 13))
 """Of the additions, fp32: 4 kB to 64 MB."""
+SHARE_PRODUCT = 256
 SMALL, LARGE = 256, (1 << 18, 1 << 21)
 """Elements (fp32) of a collective's whole tensor, for each rank of the group."""
 WARM_UP, REPEATS = 1, 5
@@ -58,7 +66,8 @@ def calibrate(
         links = {scope: _link(clock, group) for scope, group in _scopes(local).items()}  # 3
         share = _share(clock)  # 4
     at_once = 2 if clock.world > 1 and dist.get_backend() == "gloo" else 1  # gloo: two threads a process group
-    return Cluster(name, matmul, memory, overhead, links, local, at_once, share)
+    found = Cluster(name, matmul, memory, overhead, links, local, at_once, share)
+    return replace(found, ops=ops(found, device, clock.time))  # 5
 
 
 class _Clock:
@@ -100,8 +109,15 @@ class _Clock:
 
 
 def _product(device: str, dtype: torch.dtype, n: int) -> Callable[[], Tensor]:
-    x, y = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    return lambda: x @ y
+    """Of other operands each time: those of a step come from memory, not from the cache that the last ones left."""
+    pairs = min(MOST_PAIRS, max(1, COLD // (2 * n * n * dtype.itemsize)))
+    operands = cycle([tuple(torch.randn(n, n, device=device).to(dtype) for _ in range(2)) for _ in range(pairs)])
+
+    def run() -> Tensor:
+        x, y = next(operands)
+        return x @ y
+
+    return run
 
 
 def _products(clock: _Clock, dtype: torch.dtype, overhead: float) -> Curve:
@@ -111,7 +127,7 @@ def _products(clock: _Clock, dtype: torch.dtype, overhead: float) -> Curve:
 
 def _beyond(took: float, overhead: float) -> float:
     """What an op took that is not its overhead."""
-    return max(took - overhead, took / 10)
+    return max(took - overhead, took / 2)
 
 
 def _addition(device: str, n: int) -> Callable[[], Tensor]:
@@ -185,21 +201,32 @@ _COLLECTIVES: dict[str, Callable[[dist.ProcessGroup, str, int], Callable[[], obj
 
 
 def _share(clock: _Clock) -> float:
-    """The part of a rank's compute that is gone while it communicates."""
-    product = _product(clock.device, torch.float32, 256)
-    alone = clock.time(product)
-    x = torch.zeros(LARGE[-1] * clock.world, device=clock.device)
+    """The part of a rank's compute that is gone while it communicates: products that take about as long as the
+    transfers beside them, an all-reduce and an exchange in turn."""
+    run = _product(clock.device, torch.float32, SHARE_PRODUCT)
+    x, out = (torch.zeros(LARGE[-1] * clock.world, device=clock.device) for _ in range(2))
+    splits = [LARGE[-1]] * clock.world
+    starts: list[Callable[[], list[dist.Work]]] = [
+        lambda: [dist.all_reduce(x, async_op=True)],
+        lambda: start_all_to_all(out, x, splits, splits, dist.group.WORLD),
+    ]
+    lost = []
+    for start in starts:
+        alone = clock.time(run)
+        times = max(1, round(clock.time(lambda start=start: [w.wait() for w in start()], inner=1) / alone))
 
-    def beside() -> float:
+        def beside(start: Callable[[], list[dist.Work]] = start, times: int = times) -> float:
+            """Seconds of one product, while the transfer lasts or longer."""
+            works, took = start(), 0.0
+            for _ in range(times):
+                began = time.perf_counter()
+                run()
+                clock.finish()
+                took += time.perf_counter() - began
+            for work in works:
+                work.wait()
+            return took / times
+
         dist.barrier()
-        work, took = dist.all_reduce(x, async_op=True), []
-        while not work.is_completed():
-            began = time.perf_counter()
-            product()
-            clock.finish()
-            took.append(time.perf_counter() - began)
-        work.wait()
-        return sum(took) / max(len(took), 1) if took else alone
-
-    together = clock.mean(median(beside() for _ in range(REPEATS)))
-    return min(max(0.0, 1 - alone / together), 0.95)
+        lost.append(1 - alone / clock.mean(median(beside() for _ in range(REPEATS))))
+    return min(max(0.0, sum(lost) / len(lost)), 0.95)

@@ -65,6 +65,8 @@ class Cluster:
     """How many collectives share a link at a time; others wait for their turn."""
     comm_share: float = 0.0
     """How much of a rank's compute its communication takes while it runs (CPU: threads that send and copy)."""
+    ops: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Op (``"aten.pow"``) -> its own overhead in seconds, and how many times its roofline it takes beyond that."""
 
     def __post_init__(self) -> None:
         curves = [*self.matmul_flops.values(), self.memory_bytes]
@@ -76,6 +78,8 @@ class Cluster:
             self.op_overhead_s,
             *(a for link in self.links.values() for a in (link.alpha_s, *(a for a, _ in link.primitives.values()))),
         ]
+        times += [overhead for overhead, _ in self.ops.values()]
+        numbers += [ratio for _, ratio in self.ops.values()]
         if not all(isfinite(x) and x > 0 for x in numbers) or not all(isfinite(x) and x >= 0 for x in times):
             self._refuse("sizes and rates must be positive numbers, times not negative")
         if not self.matmul_flops or not all(curves) or any(list(c) != sorted(c) for c in curves):
@@ -113,6 +117,7 @@ class Cluster:
         data = asdict(self)
         data["matmul_flops"] = {k: [list(p) for p in c] for k, c in self.matmul_flops.items()}
         data["memory_bytes"] = [list(p) for p in self.memory_bytes]
+        data["ops"] = {k: list(v) for k, v in self.ops.items()}
         for name, link in self.links.items():
             data["links"][name]["primitives"] = {k: list(v) for k, v in link.primitives.items()}
         return data
@@ -145,6 +150,7 @@ class Cluster:
                 ranks_per_node=int(data.get("ranks_per_node", 1)),
                 at_once=int(data.get("at_once", 1)),
                 comm_share=float(data.get("comm_share", 0.0)),
+                ops={op: (float(a), float(r)) for op, (a, r) in (data.get("ops") or {}).items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise MoecError(f"not a cluster: {type(e).__name__} {e}", where=f"cluster {data['name']!r}") from None

@@ -1,7 +1,8 @@
 """Seconds of one node: a roofline for compute, latency and bandwidth for communication.
 
 * An op takes the longer of its floating-point operations at the rate of a matrix product of that size and its bytes at
-  the rate of memory, and an overhead.  Views, waits and sizes take nothing.
+  the rate of memory, and an overhead.  Of ops that were measured (``Cluster.ops``) both are their own.  Views, waits
+  and sizes take nothing.
 * A collective takes ``alpha + bytes / beta`` of its link, the bytes being those that one rank sends in a ring.  A group
   that spans nodes is as slow as the slower of the two links: in a ring a node's ranks share what crosses; in an
   exchange each sends its own.
@@ -19,6 +20,7 @@ from torch import fx
 from moec.cost.cluster import Cluster
 from moec.cost.operations import Work, is_view, work
 from moec.cost.sizes import Sizes
+from moec.program import op_name
 from moec.runtime.collectives import collective, group_of, is_start, is_wait
 from moec.runtime.mesh import Mesh
 
@@ -73,17 +75,24 @@ def wire(node: fx.Node, mesh: Mesh, sizes: Sizes) -> int:
 
 def seconds(node: fx.Node, cluster: Cluster, mesh: Mesh, sizes: Sizes) -> float:
     """Of a start: how long the communication takes; the start itself takes an op's overhead."""
-    if node.op != "call_function" or is_wait(node.target) or _is_free(node):
+    if node.op != "call_function" or is_wait(node.target) or is_free(node):
         return 0.0
     if is_start(node.target):
         return _communication(node, cluster, mesh, sizes)
+    overhead, times = cluster.ops.get(op_name(node), (cluster.op_overhead_s, 1.0))
+    return overhead + times * roofline(node, cluster, sizes)
+
+
+def roofline(node: fx.Node, cluster: Cluster, sizes: Sizes) -> float:
+    """The longer of a node's operations and its bytes, each at its own rate."""
     w = work(node, sizes)
     compute = w.flops / cluster.matmul(w.dtype, w.flops / max(w.products, 1)) if w.flops else 0.0
     memory = w.bytes / cluster.memory(w.bytes) if w.bytes else 0.0
-    return max(compute, memory) + cluster.op_overhead_s
+    return max(compute, memory)
 
 
-def _is_free(node: fx.Node) -> bool:
+def is_free(node: fx.Node) -> bool:
+    """Does a node that is no collective take no time?"""
     val = node.meta.get("val")
     numbers = isinstance(val, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
     return node.target is operator.getitem or numbers or is_view(node)

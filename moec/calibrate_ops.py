@@ -1,0 +1,128 @@
+"""calibrate_ops: what the ops of a typical layer take on a machine beyond what their operations and bytes say.
+
+Legend: B sequences, S their length, T = B * S tokens, H hidden, E experts, K choices a token, V words.
+
+Matrix products and additions have curves of their own (``moec.calibrate``).  Others have reasons to be slower: an
+attention kernel is no matrix product, an exponential no addition, and a router is many small steps.
+
+1. A function that uses each of them, and its gradients, is traced below autograd, for few tokens and for many.
+2. Every op of a trace runs on its own operands, and is timed.  What it takes for few tokens is its overhead.
+3. What it takes longer for many, over all nodes of one op, is held against the roofline of the cluster so far: the
+   ratio of the two is how much slower the op is.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from moec.cost.cluster import Cluster
+from moec.cost.roofline import is_free, roofline
+from moec.cost.sizes import Sizes
+from moec.program import op_name
+from moec.runtime.route_spec import RouteSpec
+
+H, E, K, V, HEADS = 512, 8, 2, 1024, 8
+FEW, MANY = (1, 16), (2, 512)
+"""B, S; of many the tensors have 2 MB: neither in a small cache nor beyond what an allocator keeps."""
+MOST = 1000.0
+"""Of the ratio; beyond it something else was measured.  None is below 1: run again and again on the same memory an op
+finds it in a cache, which in a step it does not."""
+PRODUCTS = ("aten.mm", "aten.bmm", "aten.addmm")
+
+Time = Callable[[Callable[[], object]], float]
+"""Seconds of a function, agreed on by all ranks."""
+
+
+def ops(cluster: Cluster, device: str, time: Time) -> dict[str, tuple[float, float]]:
+    """Op -> (overhead in seconds, how many times its roofline it takes beyond that).  ``cluster``: the curves."""
+    few, many = (_measured(cluster, device, time, *size) for size in (FEW, MANY))
+    found = {}
+    for name in sorted(many):
+        overhead = few[name].took / few[name].calls
+        ratio = (many[name].took - many[name].calls * overhead) / max(many[name].expected - few[name].expected, 1e-9)
+        found[name] = (overhead, min(max(ratio, 1.0), MOST))  # 3
+    return found
+
+
+@dataclass
+class _Sum:
+    calls: int = 0
+    took: float = 0.0
+    expected: float = 0.0
+    """By the roofline, without overhead."""
+
+
+def _measured(cluster: Cluster, device: str, time: Time, B: int, S: int) -> dict[str, _Sum]:
+    module, operands = _traced(device, B, S)  # 1
+    sums, env, sizes = defaultdict[str, _Sum](_Sum), dict[fx.Node, Any](), Sizes({})
+    for node in module.graph.nodes:  # 2
+        if node.op == "placeholder":
+            env[node] = operands.pop(0)
+        elif node.op == "get_attr":
+            env[node] = getattr(module, str(node.target))
+        elif node.op == "call_function":
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+            run = partial(node.target, *args, **kwargs)  # type: ignore[arg-type]
+            node.meta["val"] = env[node] = run()
+            if not is_free(node) and op_name(node) not in PRODUCTS:
+                one = sums[op_name(node)]
+                one.calls += 1
+                one.took += time(run)
+                one.expected += roofline(node, cluster, sizes)
+        if node.op in ("placeholder", "get_attr"):
+            node.meta["val"] = env[node]
+    return sums
+
+
+def _traced(device: str, B: int, S: int) -> tuple[fx.GraphModule, list[Tensor]]:
+    g = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g).to(device)
+
+    ids_T = torch.randint(0, V, (B * S,), generator=g).to(device)
+    learned = [
+        draw(V, H), draw(H), *(draw(B, HEADS, S, H // HEADS) for _ in range(3)), draw(B * S, E), draw(B * S, V)
+    ]  # fmt: skip
+
+    def joint(ids_T: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in operands]
+        return torch.autograd.grad(_layer(B, ids_T, *leaves), leaves)
+
+    return make_fx(joint)(ids_T, *learned), [ids_T, *learned]
+
+
+def _layer(
+    B: int,
+    ids_T: Tensor,
+    table_VH: Tensor,
+    scale_H: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    logits_TE: Tensor,
+    z_TV: Tensor,
+) -> Tensor:
+    """``q``, ``k``, ``v``: [B, heads, S, D]."""
+    moec, T = torch.ops.moec, len(ids_T)
+    x_TH = F.embedding(ids_T, table_VH)
+    normed_TH = x_TH * torch.rsqrt(x_TH.pow(2).mean(-1, keepdim=True) + 1e-6) * scale_H
+    a_TH = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(T, H)
+    x_TH = F.layer_norm(x_TH + a_TH, (H,), scale_H)
+    weights_TK, ids_TK, *_ = moec.route_counted(logits_TE, None, None, None, None, RouteSpec(E, K).text(), False)
+    rows_NH, counts_E, row_of_TK = moec.permute(normed_TH, ids_TK, E)
+    counts_2E = torch.stack([counts_E[: E // 2], counts_E[E // 2 :]])
+    rows_NH = moec.sort_chunks(moec.sort_chunks(rows_NH, counts_2E, False), counts_2E, True)
+    y_TH = moec.unpermute_add([x_TH], F.gelu(rows_NH) + F.silu(rows_NH), weights_TK, row_of_TK)
+    y_TH = moec.join_tokens(moec.split_tokens(y_TH, 2, 1, 1), [T], 1)
+    loss = moec.cross_entropy(z_TV, ids_T, -100, 0.0, 1)[0]
+    return loss + F.mse_loss(y_TH, normed_TH) + torch.softmax(y_TH, -1).sum()
