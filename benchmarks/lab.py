@@ -31,6 +31,9 @@ ADDRESSES = ("10.255.77.1", "10.255.77.2")
 """Of the two ends; no other network is reachable from inside, so they clash with nothing."""
 CABLE = "cable0"
 PORT = 29400
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 36)}
+"""glibc keeps memory that was freed, as the allocators of GPUs do.  Otherwise it returns some of it to the system and
+takes it back in the next step, as chance has it, which costs as much as the ops that write there."""
 
 
 class LabError(RuntimeError):
@@ -59,7 +62,7 @@ class Lab:
             command = ["ip", "netns", "exec", namespace, sys.executable, "-m", "torch.distributed.run"]
             command += ["--nnodes=2", f"--node-rank={index}", f"--nproc-per-node={ranks_per_host}"]
             command += [f"--master-addr={ADDRESSES[0]}", f"--master-port={PORT}", str(script), *arguments]
-            more = {"GLOO_SOCKET_IFNAME": CABLE, "OMP_NUM_THREADS": str(threads), **(environment or {})}
+            more = {**KEEP_MEMORY, "GLOO_SOCKET_IFNAME": CABLE, "OMP_NUM_THREADS": str(threads), **(environment or {})}
             into = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
             hosts.append(subprocess.Popen(command, env=os.environ | more, **into))
         try:

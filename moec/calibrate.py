@@ -6,7 +6,7 @@ counts for each as what is left for it.
 1. Matrix products of growing size, per dtype: FLOP/s by FLOPs.
 2. Element-wise additions into new memory, of growing size: bytes/s by bytes; of one element: the overhead of an op.
 3. Each kind of collective, between the ranks of a node and between nodes: latency from a small one, bandwidth from
-   large ones, with the bytes that a ring would send (``Collective.wire_bytes``).
+   large ones, with the bytes that a ring would send (``Collective.wire_bytes``); what starting one takes.
 4. Products beside long collectives: how much slower they are.
 5. The ops of a typical layer: their overheads, and how much slower than a product or an addition they are
    (``calibrate_ops``).
@@ -32,7 +32,7 @@ from moec.cost.cluster import Cluster, Curve, Link
 from moec.runtime.collectives import PRIMITIVES
 from moec.runtime.errors import MoecError
 from moec.runtime.peers import start_all_to_all
-from moec.runtime.torch_compat import all_gather_flat, reduce_scatter_flat
+from moec.runtime.torch_compat import all_gather_flat, reduce_scatter_flat, wait
 
 PRODUCTS = (16, 32, 64, 128, 256, 512, 1024)
 """Rows, columns and depth of the products."""
@@ -60,13 +60,14 @@ def calibrate(
     matmul = {d: _products(clock, getattr(torch, d), overhead) for d in dtypes}  # 1
     memory = _additions(clock, overhead)  # 2
     links: dict[str, Link] = {}
-    local, share = 1, 0.0
+    local, share, launch = 1, 0.0, 0.0
     if clock.world > 1:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", clock.world))
         links = {scope: _link(clock, group) for scope, group in _scopes(local).items()}  # 3
         share = _share(clock)  # 4
+        launch = max(0.0, _launch(clock) - overhead)
     at_once = 2 if clock.world > 1 and dist.get_backend() == "gloo" else 1  # gloo: two threads a process group
-    found = Cluster(name, matmul, memory, overhead, links, local, at_once, share)
+    found = Cluster(name, matmul, memory, overhead, links, local, at_once, share, launch)
     return replace(found, ops=ops(found, device, clock.time))  # 5
 
 
@@ -198,6 +199,22 @@ _COLLECTIVES: dict[str, Callable[[dist.ProcessGroup, str, int], Callable[[], obj
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
 }
+
+
+def _launch(clock: _Clock) -> float:
+    """What it takes to start a collective op, before it is waited for."""
+    x, group = torch.zeros(1, device=clock.device), dist.group.WORLD.group_name
+
+    def once() -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        found = [torch.ops.moec.p_to_i(x, 0, clock.world, group) for _ in range(20)]
+        took = (time.perf_counter() - began) / len(found)
+        for y in found:
+            wait(y)
+        return took
+
+    return clock.mean(median(once() for _ in range(REPEATS)))
 
 
 def _share(clock: _Clock) -> float:

@@ -42,6 +42,7 @@ from moec.passes.fuse_permute import fuse_permute
 from moec.passes.fuse_quantise import fuse_quantise
 from moec.passes.fuse_router import fuse_router
 from moec.passes.joint import JointGraphs, joint_graphs
+from moec.passes.joint.storages import note_storages
 from moec.passes.lower import bind, group_keys, lower
 from moec.passes.normalize import normalize
 from moec.passes.pipeline_tp import pipeline_tp
@@ -62,7 +63,8 @@ from moec.runtime.errors import MoecError
 from moec.runtime.groups import Groups
 
 __all__ = [
-    "PIPELINE", "JointGraphs", "compile_program", "expand", "expanded", "joint_graphs", "parallelize", "sharding_rule",
+    "PIPELINE", "JointGraphs", "compile_program", "expand", "expanded", "joint_graphs", "note_storages", "parallelize",
+    "sharding_rule",
 ]  # fmt: skip
 
 PIPELINE: tuple[Pass, ...] = (

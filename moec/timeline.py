@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from moec.compiler import joint_graphs
+from moec.compiler import joint_graphs, note_storages
 from moec.cost import COMPUTE, Cluster, Sizes, Span, Timeline, cluster, predict, trace, transfer
 from moec.cost.roofline import group_key
 from moec.placement import local_shape
@@ -111,7 +111,7 @@ def _check_sizes(program: Program, sizes: Mapping[str, tuple[int, ...]]) -> None
 def _graphs(program: Program) -> tuple[fx.Graph, fx.Graph]:
     """Forward and backward for the gradient of the loss (of every output, where none is a scalar)."""
     if program.step is None:
-        joint = joint_graphs(program)
+        joint = note_storages(joint_graphs(program), set(program.params))
         return joint.forward.graph, joint.backward.graph
     step = program.step
     outputs = step.forward.graph.output_node().args[0]
@@ -121,7 +121,8 @@ def _graphs(program: Program) -> tuple[fx.Graph, fx.Graph]:
 
 def _beside(program: Program, backward: fx.Graph, found: Timeline) -> Timeline:
     """With the memory of the parameters that the backward does not read: they are there all the same."""
-    read = {n.name.removeprefix("saved_") for n in backward.nodes if n.op == "placeholder"}
+    placeholders = [n for n in backward.nodes if n.op == "placeholder"]
+    read = {n.name.removeprefix("saved_") for n in placeholders} | {n.meta.get("lies_in") for n in placeholders}
     rest = [s for name, s in program.params.items() if name not in read]
     held = sum(prod(local_shape(s.shape, s.types, program.mesh)) * s.dtype.itemsize for s in rest)
     return replace(found, peak_bytes=found.peak_bytes + held)

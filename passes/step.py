@@ -21,6 +21,7 @@ from moec.passes.joint.absent import without
 from moec.passes.joint.purposes import give_purposes
 from moec.passes.joint.reductions import reduce_gradients
 from moec.passes.joint.regather import regather
+from moec.passes.joint.storages import note_storages
 from moec.passes.overlap import overlap
 from moec.passes.overlap.tasks import Costs
 from moec.passes.split_experts import split_experts
@@ -40,14 +41,14 @@ def make_step(program: Program, plan: Plan, shapes: Mapping[str, tuple[int, ...]
 
 
 def complete_graphs(program: Program) -> JointGraphs:  # 1
-    """With complete gradients, no gathered parameters among what is saved, and groups by purpose."""
+    """With complete gradients, no gathered parameters among what is saved, groups by purpose, memory noted."""
     graphs = joint_graphs(program)
     reduce_gradients(graphs, program)
     regather(graphs, program)
     params = set(program.params)
     give_purposes(graphs.forward.graph, params)
     give_purposes(graphs.backward.graph, {f"saved_{p}" for p in params})
-    return graphs
+    return note_storages(graphs, params)
 
 
 def finish(

@@ -65,6 +65,8 @@ class Cluster:
     """How many collectives share a link at a time; others wait for their turn."""
     comm_share: float = 0.0
     """How much of a rank's compute its communication takes while it runs (CPU: threads that send and copy)."""
+    launch_s: float = 0.0
+    """What starting a collective takes of a rank's compute, beyond an op's overhead."""
     ops: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Op (``"aten.pow"``) -> its own overhead in seconds, and how many times its roofline it takes beyond that."""
 
@@ -76,6 +78,7 @@ class Cluster:
         ]
         times = [
             self.op_overhead_s,
+            self.launch_s,
             *(a for link in self.links.values() for a in (link.alpha_s, *(a for a, _ in link.primitives.values()))),
         ]
         times += [overhead for overhead, _ in self.ops.values()]
@@ -150,6 +153,7 @@ class Cluster:
                 ranks_per_node=int(data.get("ranks_per_node", 1)),
                 at_once=int(data.get("at_once", 1)),
                 comm_share=float(data.get("comm_share", 0.0)),
+                launch_s=float(data.get("launch_s", 0.0)),
                 ops={op: (float(a), float(r)) for op, (a, r) in (data.get("ops") or {}).items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as e:

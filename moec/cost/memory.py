@@ -1,7 +1,8 @@
 """Storages: which memory the values of a graph lie in, and what is alive at a time.
 
-A view lies where its operand does, and so does what a wait returns.  Memory of an operand that a start reads is alive
-until the wait: the backend still sends from it.
+A view lies where its operand does, and so does what a wait returns; placeholders may share memory, or lie in a
+parameter's, which is always there (``meta["lies_in"]``, see ``passes/joint/storages.py``).  Memory of an operand that a
+start reads is alive until the wait: the backend still sends from it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ class Storages:
         self.read: dict[fx.Node, frozenset[int]] = {}
         self._of: dict[fx.Node, tuple[int, ...]] = {}
         """Storages of a node's value, one for each tensor of it."""
+        self.parameters: set[int] = set()
+        """Storages of parameters that a placeholder is a view of."""
         starts: dict[int, fx.Node] = {}
+        shared: dict[Any, int] = {}  # by what ``lies_in`` says
         for node in nodes:
             operands = [s for a in node.all_input_nodes for s in self._of.get(a, ())]
             self.made[node] = ()
@@ -43,10 +47,17 @@ class Storages:
                 self._of[node] = (whole[node.args[1]],) if one else whole
             elif node.op == "call_function" and (is_wait(node.target) or is_view(node)):
                 self._of[node] = tuple(operands[:1])
+            elif (where := node.meta.get("lies_in")) is not None and where in shared:
+                self._of[node] = (shared[where],)
+                self.bytes[shared[where]] = max(self.bytes[shared[where]], sizes.bytes(node.meta.get("val")))
             else:
                 self.made[node] = self._of[node] = tuple(
                     self._new(sizes.bytes(v)) for v in _tensors(node.meta.get("val"))
                 )
+                if where is not None:
+                    shared[where] = self._of[node][0]
+                    if isinstance(where, str):
+                        self.parameters.add(shared[where])
             read = set(operands)
             if is_start(node.target):
                 starts.update(dict.fromkeys(self._of[node], node))
@@ -68,8 +79,8 @@ class Storages:
         """Bytes that are alive while each node of ``order`` runs, results included.
 
         Everything lives from the node that makes it (a placeholder's from the beginning) to the last one that reads it,
-        and what ``kept`` have (parameters, results of the graph) to the end."""
-        forever = {s for n in kept for s in self._of[n]}
+        and what ``kept`` have (parameters, results of the graph), and parameters, to the end."""
+        forever = {s for n in kept for s in self._of[n]} | self.parameters
         left = Counter(s for n in order for s in self.read[n])
         first = [s for n in order if n.op == "placeholder" for s in self.made[n]]
         alive = set(first)

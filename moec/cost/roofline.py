@@ -24,7 +24,7 @@ from moec.program import op_name
 from moec.runtime.collectives import collective, group_of, is_start, is_wait
 from moec.runtime.mesh import Mesh
 
-__all__ = ["COMPUTE", "Work", "link", "seconds", "stream", "transfer", "wire", "work"]
+__all__ = ["COMPUTE", "Work", "launch", "link", "seconds", "stream", "transfer", "wire", "work"]
 
 COMPUTE = "compute"
 EXCHANGES = ("all_to_all", "exchange", "counts", "equal")
@@ -96,6 +96,21 @@ def is_free(node: fx.Node) -> bool:
     val = node.meta.get("val")
     numbers = isinstance(val, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
     return node.target is operator.getitem or numbers or is_view(node)
+
+
+def launch(node: fx.Node, cluster: Cluster, mesh: Mesh, sizes: Sizes) -> float:
+    """Seconds of compute that a start takes: its overhead, and what it copies itself (a sum is formed in a copy, and
+    rows of an exchange that stay at home are moved)."""
+    entry = collective(node.target)
+    assert entry is not None
+    taken = sizes.bytes(node.args[0].meta.get("val"))
+    copied = 0
+    if entry.primitive in ("all_reduce", "all_reduce_max"):
+        copied = taken
+    elif entry.primitive in EXCHANGES:
+        copied = max(0, min(taken, sizes.bytes(node.meta.get("val"))) - wire(node, mesh, sizes))
+    moved = 2 * copied / cluster.memory(2 * copied) if copied else 0.0
+    return cluster.op_overhead_s + cluster.launch_s + moved
 
 
 def _communication(node: fx.Node, cluster: Cluster, mesh: Mesh, sizes: Sizes) -> float:

@@ -1,7 +1,7 @@
 """Timeline: a graph's nodes executed in a given order, in predicted time.
 
-Compute is one queue.  A start takes ``launch`` of it and hands its collective to its stream (the process group), where
-``at_once`` of them run at a time, the others waiting in order.  Collectives that use the same link share it evenly.
+Compute is one queue.  A start takes its ``launch`` of it and hands its collective to its stream (the process group),
+where ``at_once`` of them run at a time, the others waiting in order.  Collectives on one link share it evenly.
 A wait stops compute until the collective is done.  While anything is communicated compute is slower by ``comm_share``.
 All ranks do the same at the same time.
 """
@@ -16,7 +16,7 @@ from torch import fx
 
 from moec.cost.cluster import Cluster
 from moec.cost.memory import Storages
-from moec.cost.roofline import COMPUTE, link, seconds, stream
+from moec.cost.roofline import COMPUTE, launch, link, seconds, stream
 from moec.cost.sizes import Sizes
 from moec.runtime.collectives import is_start, is_wait
 from moec.runtime.mesh import Mesh
@@ -141,7 +141,7 @@ def simulate(
     link: Callable[[str], str] = lambda stream: stream,
     at_once: int = 1,
     comm_share: float = 0.0,
-    launch: float = 0.0,
+    launch: float | Callable[[fx.Node], float] = 0.0,
     storages: Storages | None = None,
     kept: Collection[fx.Node] = (),
 ) -> Timeline:
@@ -155,8 +155,9 @@ def simulate(
     for node in order:
         began = clock.now
         if is_start(node.target):
-            clock.compute(launch)
-            compute += launch
+            took = launch(node) if callable(launch) else launch
+            clock.compute(took)
+            compute += took
             jobs[node] = _Job(node, stream(node), seconds(node))
             clock.enqueue(jobs[node])
         elif is_wait(node.target) and node.args[0] in jobs:
@@ -191,7 +192,7 @@ def predict(
         link=lambda s: link(s, cluster, mesh),
         at_once=cluster.at_once,
         comm_share=cluster.comm_share,
-        launch=cluster.op_overhead_s,
+        launch=lambda n: launch(n, cluster, mesh, sizes),
         storages=Storages(order, sizes),
         kept=kept,
     )

@@ -51,7 +51,7 @@ class Costs:
 
     @property
     def launch(self) -> float:
-        return self.cluster.op_overhead_s
+        return self.cluster.op_overhead_s + self.cluster.launch_s
 
 
 @dataclass
