@@ -68,7 +68,7 @@ def calibrate(
         launch = max(0.0, _launch(clock) - overhead)
     at_once = 2 if clock.world > 1 and dist.get_backend() == "gloo" else 1  # gloo: two threads a process group
     found = Cluster(name, matmul, memory, overhead, links, local, at_once, share, launch)
-    return replace(found, ops=ops(found, device, clock.time))  # 5
+    return replace(found, ops=ops(found, device, clock.mean))  # 5
 
 
 class _Clock:

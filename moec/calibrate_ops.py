@@ -6,17 +6,18 @@ Matrix products and additions have curves of their own (``moec.calibrate``).  Ot
 attention kernel is no matrix product, an exponential no addition, and a router is many small steps.
 
 1. A function that uses each of them, and its gradients, is traced below autograd, for few tokens and for many.
-2. Every op of a trace runs on its own operands, and is timed.  What it takes for few tokens is its overhead.
+2. A trace runs op by op, several times, and every op is timed.  What it takes for few tokens is its overhead.
 3. What it takes longer for many, over all nodes of one op, is held against the roofline of the cluster so far: the
    ratio of the two is how much slower the op is.
 """
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -34,22 +35,26 @@ H, E, K, V, HEADS = 512, 8, 2, 1024, 8
 FEW, MANY = (1, 16), (2, 512)
 """B, S; of many the tensors have 2 MB: neither in a small cache nor beyond what an allocator keeps."""
 MOST = 1000.0
-"""Of the ratio; beyond it something else was measured.  None is below 1: run again and again on the same memory an op
-finds it in a cache, which in a step it does not."""
+"""Of the ratio; beyond it something else was measured.  None is below 1: of that the curves are to say."""
 PRODUCTS = ("aten.mm", "aten.bmm", "aten.addmm")
 
-Time = Callable[[Callable[[], object]], float]
-"""Seconds of a function, agreed on by all ranks."""
+PASSES = 5
+LEAST = 1e-6
+"""Seconds of work that an op must have had for a ratio to mean anything."""
 
 
-def ops(cluster: Cluster, device: str, time: Time) -> dict[str, tuple[float, float]]:
-    """Op -> (overhead in seconds, how many times its roofline it takes beyond that).  ``cluster``: the curves."""
-    few, many = (_measured(cluster, device, time, *size) for size in (FEW, MANY))
+def ops(cluster: Cluster, device: str, mean: Callable[[float], float]) -> dict[str, tuple[float, float]]:
+    """Op -> (overhead in seconds, how many times its roofline it takes beyond that).
+
+    ``cluster``: the curves.  ``mean``: of a number over the ranks, who all measure."""
+    few, many = (_measured(cluster, device, *size) for size in (FEW, MANY))
     found = {}
     for name in sorted(many):
-        overhead = few[name].took / few[name].calls
-        ratio = (many[name].took - many[name].calls * overhead) / max(many[name].expected - few[name].expected, 1e-9)
-        found[name] = (overhead, min(max(ratio, 1.0), MOST))  # 3
+        overhead = mean(few[name].took / few[name].calls)
+        beyond = mean(many[name].took) - many[name].calls * overhead
+        expected = many[name].expected - few[name].expected
+        ratio = beyond / expected if expected > LEAST * many[name].calls else 1.0  # 3
+        found[name] = (overhead, min(max(ratio, 1.0), MOST))
     return found
 
 
@@ -61,26 +66,37 @@ class _Sum:
     """By the roofline, without overhead."""
 
 
-def _measured(cluster: Cluster, device: str, time: Time, B: int, S: int) -> dict[str, _Sum]:
+def _measured(cluster: Cluster, device: str, B: int, S: int) -> dict[str, _Sum]:
     module, operands = _traced(device, B, S)  # 1
-    sums, env, sizes = defaultdict[str, _Sum](_Sum), dict[fx.Node, Any](), Sizes({})
-    for node in module.graph.nodes:  # 2
+    sums, sizes = defaultdict[str, _Sum](_Sum), Sizes({})
+    passes = [_one_pass(module, operands, device) for _ in range(PASSES + 1)][1:]  # 2
+    for node in module.graph.nodes:
+        if node.op == "call_function" and not is_free(node) and op_name(node) not in PRODUCTS:
+            one = sums[op_name(node)]
+            one.calls += 1
+            one.took += median(took[node] for took in passes)
+            one.expected += roofline(node, cluster, sizes)
+    return sums
+
+
+def _one_pass(module: fx.GraphModule, operands: Sequence[Tensor], device: str) -> dict[fx.Node, float]:
+    """Seconds of every node, one after the other as in a step: what an op needs is where the others left it.  Notes the
+    nodes' values."""
+    given, env, took = list(operands), dict[fx.Node, Any](), dict[fx.Node, float]()
+    for node in module.graph.nodes:
         if node.op == "placeholder":
-            env[node] = operands.pop(0)
+            env[node] = given.pop(0)
         elif node.op == "get_attr":
             env[node] = getattr(module, str(node.target))
         elif node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-            run = partial(node.target, *args, **kwargs)  # type: ignore[arg-type]
-            node.meta["val"] = env[node] = run()
-            if not is_free(node) and op_name(node) not in PRODUCTS:
-                one = sums[op_name(node)]
-                one.calls += 1
-                one.took += time(run)
-                one.expected += roofline(node, cluster, sizes)
-        if node.op in ("placeholder", "get_attr"):
-            node.meta["val"] = env[node]
-    return sums
+            began = time.perf_counter()
+            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            if device != "cpu":
+                torch.cuda.synchronize()
+            took[node] = time.perf_counter() - began
+        node.meta["val"] = env.get(node)
+    return took
 
 
 def _traced(device: str, B: int, S: int) -> tuple[fx.GraphModule, list[Tensor]]:

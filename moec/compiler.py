@@ -21,6 +21,7 @@ from moec.bounds import with_bounds
 from moec.capture import capture
 from moec.capture.examples import dummy_examples
 from moec.capture.skeleton import replica
+from moec.chunks import choose
 from moec.inputs import call_shapes, counts_as_tensors, program_shapes
 from moec.kernel_listing import write_kernels
 from moec.module import ParallelModule
@@ -96,17 +97,27 @@ def compile_program(
     plan = plan.resolve(world_size)
     mesh, dump = plan.mesh(world_size), dump or os.environ.get("MOEC_DUMP")
 
+    known = call_shapes(model, args, kwargs) if shapes is None else shapes
+
+    def passed(captured: Program, plan: Plan, **watched: Any) -> Program:
+        passes = (*PIPELINE, expand, rejoin) if captured.repeats else PIPELINE
+        program = manager.run(captured, plan, passes, **watched)
+        if plan.overlap is not None:
+            program.step = make_step(program, plan, program_shapes(model, program, known))
+        return program
+
     def run(reduced: bool, declined: list[str]) -> Program:
         program = with_bounds(
             capture(model, args, dict(kwargs), training=training, inputs=plan.inputs, loss_fn=loss_fn, reduced=reduced)
         )
         program.mesh, program.own_plan = mesh, own_plan(model)
         program.why_not += declined
-        passes = (*PIPELINE, expand, rejoin) if program.repeats else PIPELINE
-        program = manager.run(program, plan, passes, dump=dump, observe=observe)
-        if plan.overlap is not None:
-            known = call_shapes(model, args, kwargs) if shapes is None else shapes
-            program.step = make_step(program, plan, program_shapes(model, program, known))
+        chosen = plan
+        if plan.overlap is not None and plan.overlap.chunks == "auto" and plan.ep > 1:
+            bare = program.fork()
+            chosen, why = choose(plan, lambda p: passed(bare.fork(), p), program_shapes(model, program, known))
+            program.why_not.append(why)
+        program = passed(program, chosen, dump=dump, observe=observe)
         if dump:
             write_kernels(program, Path(dump) / "kernels")
         return program

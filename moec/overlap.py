@@ -23,8 +23,8 @@ class Overlap:
     """Raises MoecError for values without meaning."""
 
     chunks: int | Literal["auto"] = 1
-    """Token chunks of every block whose tokens travel to their experts; ``auto``: 4, but 1 for ``dispatch="static"``,
-    where every chunk has slots for a whole capacity."""
+    """Token chunks of every block whose tokens travel to their experts; ``auto``: as many as the cost model says the
+    step is fastest with (``moec.chunks``), which compiles the program a few times."""
     schedule: bool = True
     """List scheduling of the forward and the backward graph; False leaves the order in which they were built."""
     bucket_mb: float | Literal["auto"] | None = "auto"

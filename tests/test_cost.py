@@ -203,6 +203,24 @@ def test_exchanges_move_what_explain_says(dispatch, chunks):
     assert all(is_fake(n.meta["val"]) for n in starts)
 
 
+def test_an_op_that_was_measured_has_its_own_seconds():
+    g = Graph()
+    y = g.call(torch.ops.aten.neg.default, g.value(1000), shape=(1000,))
+    plain = cost.seconds(y, CLUSTER, g.mesh, g.sizes)
+    assert plain == pytest.approx(1e-6 + 8000 / 1e9)
+    measured = replace(CLUSTER, ops={"aten.neg": (5e-6, 3.0)})
+    assert cost.seconds(y, measured, g.mesh, g.sizes) == pytest.approx(5e-6 + 3 * 8000 / 1e9)
+    assert cost.Cluster.from_dict(measured.to_dict()) == measured
+
+
+def test_a_start_copies_what_it_sums():
+    g = Graph()
+    start = g.start(g.value(1000), (1000,))
+    cluster = replace(CLUSTER, launch_s=1e-4)
+    launch = cost.roofline.launch(start, cluster, g.mesh, g.sizes)
+    assert launch == pytest.approx(1e-6 + 1e-4 + 8000 / 1e9)
+
+
 # ------------------------------------------------------------------------------------------------ clusters
 
 

@@ -185,7 +185,10 @@ def test_calibration_of_links(gloo4, local, scopes):
     assert set(first.links["node"].primitives) == {
         "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange", "equal", "counts"
     }  # fmt: skip
-    assert first.at_once == 2 and 0 <= first.comm_share < 1
+    assert first.at_once == 2 and 0 <= first.comm_share < 1 and first.launch_s > 0
+    assert {"aten._scaled_dot_product_flash_attention_for_cpu", "moec.cross_entropy", "moec.permute"} <= set(first.ops)
+    assert all(overhead > 0 and times >= 1 for overhead, times in first.ops.values())
+    assert all(o.ops == first.ops and o.launch_s == first.launch_s for o in others)
     assert all(o.matmul_flops == first.matmul_flops and o.comm_share == first.comm_share for o in others)
 
 

@@ -87,3 +87,14 @@ def test_without_rights_or_tools_it_says_so(monkeypatch):
     assert "ip and tc not found" in lab.why_not()
     with pytest.raises(lab.LabError, match="ip not found"), lab.two_hosts():
         pass
+
+
+def test_an_order_agrees_case_by_case():
+    import two_hosts
+
+    def row(case, plan, predicted, measured):
+        return {"case": case, "plan": plan, "predicted_s": predicted, "measured_s": measured}
+
+    rows = [row("a", "x", 1.0, 1.1), row("a", "y", 2.0, 2.1), row("b", "x", 0.5, 5.0)]
+    assert two_hosts.order_agrees(rows)
+    assert not two_hosts.order_agrees([*rows, row("a", "z", 1.5, 1.0)])

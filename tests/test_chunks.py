@@ -1,0 +1,66 @@
+"""``Overlap(chunks="auto")``: the number of chunks follows the machines, and nothing else."""
+
+import re
+from functools import cache
+
+import grid
+import pytest
+
+import moec
+from moec.runtime.collectives import is_start
+
+BASE = {"matmul_flops": {"float64": 1e9}, "memory_bytes": 1e10, "op_overhead_s": 1e-7}
+MACHINES = {
+    "rows take as long as products": {**BASE, "links": {"network": {"alpha_s": 1e-7, "bytes_per_s": 3e7}}},
+    "each exchange takes as long as a product": {**BASE, "links": {"network": {"alpha_s": 1e-2, "bytes_per_s": 1e12}}},
+}
+
+
+@cache
+def compiled(cluster, chunks="auto"):
+    data = grid.batch(B=8, S=32)
+    plan = moec.Plan(dp=2, ep=2, overlap=moec.Overlap(chunks=chunks, cluster=cluster))
+    return moec.compile_program(grid.build("plain"), plan, 2, (), data, training=True)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clusters")
+    for i, (name, fields) in enumerate(MACHINES.items()):
+        (folder / f"{i}.yaml").write_text(moec.cost.Cluster.from_dict(fields, name).to_yaml())
+    return [str(folder / f"{i}.yaml") for i in range(len(MACHINES))]
+
+
+def chunks_of(program):
+    """Every chunk sends the counts of its rows once, in the forward."""
+    starts = [n for n in program.step.forward.graph.nodes if is_start(n.target)]
+    return sum("exchange_counts" in str(n.target) for n in starts)
+
+
+def said(program):
+    line = next(w for w in program.why_not if w.startswith("chunks=auto"))
+    predicted = {int(n): float(ms) for n, ms in re.findall(r"(\d+): ([\d.]+) ms", line)}
+    return int(re.match(r"chunks=auto is (\d+)", line)[1]), predicted
+
+
+def test_chunks_follow_the_machines(files):
+    many, one = map(compiled, files)
+    (n, predicted), (alone, others) = said(many), said(one)
+    assert n > 1 and chunks_of(many) == n and predicted[n] <= min(predicted.values()) * 1.0101
+    assert alone == 1 and chunks_of(one) == 1 and others[2] > others[1]
+
+
+def test_the_predicted_step_is_that_of_the_program(files):
+    program = compiled(files[0])
+    n, predicted = said(program)
+    for chunks in {1, n}:
+        alone = compiled(files[0], chunks)
+        shapes = {s.path: (8, 32) for s in alone.inputs.values()}
+        assert predicted[chunks] == pytest.approx(moec.timeline(alone, files[0], shapes).step.step_s * 1e3, abs=1e-3)
+
+
+@pytest.mark.nightly
+def test_what_fits_nowhere_is_refused(files):
+    plan = moec.Plan(dp=2, ep=2, overlap=moec.Overlap(chunks="auto", cluster=files[0], memory_gb=1e-6))
+    with pytest.raises(moec.MoecError, match="memory_gb"):
+        moec.compile_program(grid.build("plain"), plan, 2, (), grid.batch(), training=True)
