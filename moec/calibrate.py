@@ -201,9 +201,14 @@ _COLLECTIVES: dict[str, Callable[[dist.ProcessGroup, str, int], Callable[[], obj
 }
 
 
+def _everyone() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 def _launch(clock: _Clock) -> float:
     """What it takes to start a collective op, before it is waited for."""
-    x, group = torch.zeros(1, device=clock.device), dist.group.WORLD.group_name
+    x, group = torch.zeros(1, device=clock.device), _everyone().group_name
 
     def once() -> float:
         dist.barrier()
@@ -225,12 +230,17 @@ def _share(clock: _Clock) -> float:
     splits = [LARGE[-1]] * clock.world
     starts: list[Callable[[], list[dist.Work]]] = [
         lambda: [dist.all_reduce(x, async_op=True)],
-        lambda: start_all_to_all(out, x, splits, splits, dist.group.WORLD),
+        lambda: start_all_to_all(out, x, splits, splits, _everyone()),
     ]
     lost = []
     for start in starts:
         alone = clock.time(run)
-        times = max(1, round(clock.time(lambda start=start: [w.wait() for w in start()], inner=1) / alone))
+
+        def transfer(start: Callable[[], list[dist.Work]] = start) -> None:
+            for work in start():
+                work.wait()
+
+        times = max(1, round(clock.time(transfer, inner=1) / alone))
 
         def beside(start: Callable[[], list[dist.Work]] = start, times: int = times) -> float:
             """Seconds of one product, while the transfer lasts or longer."""

@@ -51,8 +51,8 @@ def _run(program: Program, plan: Plan) -> Program:
 
 
 def chunks_of(plan: Plan) -> int:
-    """``auto`` is a rule, no estimate: 4 chunks, of which three can travel beside another's computation; 1 where every
-    chunk has slots for a whole capacity, so that chunks move several times as much."""
+    """The compiler puts a number in the place of ``auto`` (``moec.chunks``).  Where this pass runs without it, it is a
+    rule: 4 chunks; 1 where every chunk has slots for a whole capacity, so that chunks move several times as much."""
     assert plan.overlap is not None
     if plan.overlap.chunks != "auto":
         return plan.overlap.chunks
