@@ -120,6 +120,8 @@ def compile_program(
         program = passed(program, chosen, dump=dump, observe=observe)
         if dump:
             write_kernels(program, Path(dump) / "kernels")
+            if program.step is not None:
+                program.step.write(Path(dump))
         return program
 
     try:
@@ -151,7 +153,7 @@ def parallelize(
             need none.
         loss_fn: ``loss_fn(output, *args, **kwargs)``, called with what the model was called with and captured into the
             graph, so that the loss is that of the global batch; the module then returns ``{"loss": …, "output": …}``.
-        dump: directory for the readable graph after every pass (also ``MOEC_DUMP``).
+        dump: directory for the readable graph after every pass (also ``MOEC_DUMP``), and for the scheduled ones.
 
     Raises:
         MoecError: on all ranks, when the model or the plan cannot be taken by one of them, or they differ.

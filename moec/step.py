@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from torch import fx
 
@@ -52,6 +53,12 @@ class Step:
         """The graphs that usually run, as text that tells one order from another."""
         graphs = (self.forward, self.inference, self.backward_for(self.usual()))
         return "\n".join(str(g.graph) for g in graphs)
+
+    def write(self, folder: Path) -> None:
+        """The graphs that usually run, in their order: ``step_forward.txt`` and ``step_backward.txt``."""
+        (folder / "step_forward.txt").write_text(f"{self.forward.graph}\n")
+        if self.differentiable:
+            (folder / "step_backward.txt").write_text(f"{self.backward_for(self.usual()).graph}\n")
 
     def backward(self, given: Given) -> fx.GraphModule:
         if given not in self.made:

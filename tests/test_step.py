@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 
 import deep_models
+import grid
 import pytest
 import torch
 from torch import fx
@@ -251,3 +252,11 @@ def test_changed_dataflow_is_caught():
     add.args = (add.args[1], add.args[0])  # the order of a sum
     with pytest.raises(moec.MoecError, match="scheduling changed"):
         check_same_dataflow(before, graph)
+
+
+def test_a_dump_has_the_graphs_that_run(tmp_path):
+    plan = moec.Plan(dp=2, overlap=moec.Overlap())
+    program = moec.compile_program(grid.build("plain"), plan, 2, (), grid.batch(), training=True, dump=tmp_path)
+    step = program.step
+    for name, module in (("forward", step.forward), ("backward", step.backward(step.usual()))):
+        assert (tmp_path / f"step_{name}.txt").read_text().strip() == str(module.graph).strip()
