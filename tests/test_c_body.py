@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_body import MEANING, bodies
 
 from moec.runtime.body import Body
-from moec.runtime.kernels import c_body
+from moec.runtime.kernels import c_body, c_library
 from moec.runtime.kernels.c_text import C, c_text
 from moec.runtime.ops import experts_cpu
 from moec.runtime.pointwise import PRIMITIVES
@@ -23,7 +23,7 @@ GPT_OSS = (
 TWO = "g = whole(h0); u = whole(h1); a = gelu_tanh(g); b = relu(u); c = square(b); y = mul(a, c); return y"
 STEPS_OF_PYTORCH = {"log", "erf", "gelu", "gelu_backward"}
 
-needs_compiler = pytest.mark.skipif(c_body.compiler() is None, reason="no C compiler here")
+needs_compiler = pytest.mark.skipif(c_library.compiler() is None, reason="no C compiler here")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -177,9 +177,9 @@ def test_a_compiler_that_fails_is_reported_and_done_without(monkeypatch, tmp_pat
 @needs_compiler
 def test_the_library_is_made_once_and_named_by_what_it_is(monkeypatch, tmp_path):
     monkeypatch.setenv("MOEC_KERNELS", str(tmp_path))
-    path = c_body._library(c_text(Body.parse(SWIGLU), torch.float32), c_body.compiler(), tmp_path)
+    path = c_library.made(c_text(Body.parse(SWIGLU), torch.float32), "body", c_library.compiler(), tmp_path)
     before = path.stat().st_mtime_ns
-    assert c_body._library(path.with_suffix(".c").read_text(), c_body.compiler(), tmp_path) == path
+    assert c_library.made(path.with_suffix(".c").read_text(), "body", c_library.compiler(), tmp_path) == path
     assert path.stat().st_mtime_ns == before and sorted(os.listdir(tmp_path)) == [path.stem + ".c", path.name]
 
 

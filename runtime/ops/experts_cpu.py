@@ -4,6 +4,7 @@ Legend: S rows of the source (tokens, or the rows themselves), N rows by expert,
 a block, H hidden, M columns of a first product, A columns of all of them, I columns of the body's result.
 
 The body is one pass over a tile in C where that can be compiled (``kernels/c_body.py``), else PyTorch's, step by step.
+So are products, on one thread (``kernels/c_products.py``); else each is a product of PyTorch's for each expert.
 
 A tile is a run of rows: those of several experts with few rows each, or a part of one with many.  For every tile the
 rows are gathered into one small buffer, multiplied expert by expert, taken through the body in one go, and multiplied
@@ -22,17 +23,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ..body import Body, Buffers
-from ..kernels import c_body
+from ..kernels import c_body, c_products
 from .rows import accumulator
 
 TILE = 1024
-"""Rows: products of fewer are slower, buffers of more leave the cache."""
+"""Rows: PyTorch's products of fewer are slower, buffers of more leave the cache."""
+COMPILED_TILE = 512
+"""Rows of a tile whose products are all compiled."""
 BLOCK = 1 << 18
 """Elements of the first products that the body is computed for at a time."""
 
@@ -51,17 +55,21 @@ class Tile:
     def rows(self) -> int:
         return self.end - self.start
 
+    @cached_property
+    def groups(self) -> c_products.Groups:
+        return c_products.Groups(self.experts, self.lengths)
 
-def tiles(counts: list[int], dtype: torch.dtype) -> list[Tile]:
-    """All rows that experts own, in order, about ``TILE`` in each tile."""
-    found, start = list[Tile](), 0
+
+def tiles(counts: list[int], dtype: torch.dtype, most: int | None = None) -> list[Tile]:
+    """All rows that experts own, in order, about ``most`` (``TILE``) in each tile."""
+    found, start, most = list[Tile](), 0, TILE if most is None else most
     for e, count in enumerate(counts):
-        if count > TILE and dtype == accumulator(dtype):
+        if count > most and dtype == accumulator(dtype):
             # Sums over the rows of these are formed piece by piece.  In bf16 each piece would be rounded.
-            pieces = -(-count // TILE)
+            pieces = -(-count // most)
             cuts = [start + count * i // pieces for i in range(pieces + 1)]
             found += [Tile(a, b, [e], [b - a], a == start) for a, b in pairwise(cuts)]
-        elif count and found and found[-1].first and start + count - found[-1].start <= TILE:
+        elif count and found and found[-1].first and start + count - found[-1].start <= most:
             last = found[-1]
             found[-1] = Tile(last.start, start + count, [*last.experts, e], [*last.lengths, count])
         elif count:
@@ -80,21 +88,22 @@ def forward(
     y_NH, h_NA = x_SH.new_empty((total, w_out.shape[2])), x_SH.new_empty((total, sum(widths)))
     y_NH[owned:].zero_()
     h_NA[owned:].zero_()
-    plan = tiles(counts, x_SH.dtype)
+    compiled, kernels = c_body.of(body, x_SH.dtype), c_products.of(x_SH.dtype)
+    biases: Sequence[Tensor | None] = b_in or [None] * len(w_in)
+    into = [_Weight(kernels, w, b) for w, b in zip(w_in, biases, strict=True)]
+    out_of = _Weight(kernels, w_out, b_out)
+    plan = tiles(counts, x_SH.dtype, _most_rows(*into, out_of))
     rows, a_RI, buffers = _Rows(x_SH, source_N, plan), _buffer(x_SH, plan, body.width(widths)), Buffers()
-    compiled = c_body.of(body, x_SH.dtype)
-    into, biases = [w.unbind(0) for w in w_in], [b.unbind(0) for b in b_in]
-    out_of, bias_out = w_out.unbind(0), None if b_out is None else b_out.unbind(0)
     for tile in plan:
         x_RH, h_RA, a = rows.of(tile), h_NA[tile.start : tile.end], a_RI[: tile.rows]  # 1
         for i, h_RM in enumerate(_columns(h_RA, widths)):
-            _products(tile, x_RH, into[i], h_RM, biases[i] if biases else None)  # 2
+            into[i].multiply(tile, x_RH, h_RM)  # 2
         if compiled is not None:  # 3
             compiled.forward(h_RA, a)
         else:
             for h, a_block in _blocks(h_RA, a):
                 body.run(_columns(h, widths), out=[a_block], buffers=buffers)
-        _products(tile, a, out_of, y_NH[tile.start : tile.end], bias_out)  # 4
+        out_of.multiply(tile, a, y_NH[tile.start : tile.end])  # 4
     return y_NH, h_NA
 
 
@@ -123,13 +132,15 @@ def backward(
     dx_NH = x_SH.new_empty((x_SH.shape[0] if source_N is None else owned, x_SH.shape[1] if need_x else 0))
     dx_NH[owned:].zero_()
     dweight_N = torch.empty(owned, dtype=weight_N.dtype) if weight_N is not None and need_weight else None
-    plan, inner = tiles(counts, x_SH.dtype), body.width(widths)
+    kernels = c_products.of(x_SH.dtype)
+    into, out_of = [_Weight(kernels, w.mT) for w in w_in], _Weight(kernels, w_out.mT)
+    dw_into, dw_out_of = [_Weight(kernels, dw) for dw in dw_in], _Weight(kernels, dw_out)
+    plan = tiles(counts, x_SH.dtype, _most_rows(*into, out_of))
     grads, rows = _Rows(grad_SH, source_N, plan), _Rows(x_SH, source_N, plan)
+    inner = body.width(widths)
     d_RI, a_RI, dh_RA = (_buffer(x_SH, plan, n) for n in (inner, inner, sum(widths)))
     compiled = c_body.of(body, x_SH.dtype) if need_h else None
     activation = _Activation(body, widths, need_h)
-    into, out_of = [w.transpose(1, 2).unbind(0) for w in w_in], w_out.transpose(1, 2).unbind(0)
-    dw_in_E, dw_out_E = [dw.unbind(0) for dw in dw_in], dw_out.unbind(0)
 
     for tile in plan:
         lines = slice(tile.start, tile.end)
@@ -137,7 +148,7 @@ def backward(
         dweight = None if dweight_N is None else dweight_N[lines]
         g_RH, h_RA, d, a, dh = (grads.of(tile), h_NA[lines], *(t[: tile.rows] for t in (d_RI, a_RI, dh_RA)))  # 1
         if need_a or need_h:
-            _products(tile, g_RH, out_of, d)  # 2
+            out_of.multiply(tile, g_RH, d)  # 2
             if compiled is not None:  # 3
                 compiled.backward(h_RA, d, weight, dweight, a, dh)
             else:
@@ -147,17 +158,17 @@ def backward(
             for e, dweight_e, g in _by_expert(tile, dweight, g_RH):
                 dweight_e += g.to(dweight.dtype) @ b_out[e].to(dweight.dtype)
         if dw_out.numel():  # 4; the activation is weighted by now
-            _add_weight_gradients(tile, a, g_RH, dw_out_E)
+            _add_weight_gradients(tile, a, g_RH, dw_out_of)
         if db_out is not None and db_out.numel():
             _add_sums(tile, g_RH, weight, db_out)
         x_RH = rows.of(tile) if any(t.numel() for t in dw_in) else g_RH
         for i, dh_RM in enumerate(_columns(dh, widths)):
             if dw_in[i].numel():  # 5
-                _add_weight_gradients(tile, x_RH, dh_RM, dw_in_E[i])
+                _add_weight_gradients(tile, x_RH, dh_RM, dw_into[i])
             if b_in and db_in[i].numel():
                 _add_sums(tile, dh_RM, None, db_in[i])
             if need_x:  # 6
-                _products(tile, dh_RM, into[i], dx_NH[lines], add=i > 0)
+                into[i].multiply(tile, dh_RM, dx_NH[lines], add=i > 0)
     return dx_NH, dweight_N, found
 
 
@@ -195,6 +206,36 @@ class _Activation:
             torch.sum(torch.mul(a_BI.to(wide), d_BI.to(wide), out=product), 1, out=dweight_B)
         if weight_B is not None:
             a_BI.mul_(weight_B[:, None])
+
+
+class _Weight:
+    """A weight of every expert (and a bias), or the gradient of one."""
+
+    def __init__(self, kernels: c_products.CProducts | None, w_EKM: Tensor, b_EM: Tensor | None = None) -> None:
+        self.w_EKM, self.of_E = w_EKM, w_EKM.unbind(0)
+        self.b_E = None if b_EM is None else b_EM.unbind(0)
+        self.multiplies = kernels if kernels is not None and kernels.can_multiply(w_EKM) else None
+        self.adds_outers = kernels if kernels is not None and kernels.can_add_outers(w_EKM) else None
+
+    def multiply(self, tile: Tile, a_RK: Tensor, out_RM: Tensor, add: bool = False) -> None:
+        """``out = a w (+ b)`` of each expert; with ``add`` it is added to ``out``."""
+        if self.multiplies is not None:
+            if self.b_E is not None:
+                for e, out in _by_expert(tile, out_RM):
+                    out.copy_(self.b_E[e])
+            self.multiplies.multiply(tile.groups, a_RK, self.w_EKM, out_RM, add or self.b_E is not None)
+            return
+        for e, a, out in _by_expert(tile, a_RK, out_RM):
+            if add:
+                out.addmm_(a, self.of_E[e])
+            elif self.b_E is None:
+                torch.mm(a, self.of_E[e], out=out)
+            else:
+                torch.addmm(self.b_E[e], a, self.of_E[e], out=out)
+
+
+def _most_rows(*weights: _Weight) -> int:
+    return COMPILED_TILE if all(w.multiplies is not None for w in weights) else TILE
 
 
 class _Rows:
@@ -238,26 +279,15 @@ def _columns(t: Tensor, widths: list[int]) -> Sequence[Tensor]:
     return (t,) if len(widths) == 1 else t.split_with_sizes(widths, 1)
 
 
-def _products(
-    tile: Tile, a_RK: Tensor, w_E: Sequence[Tensor], out_RM: Tensor, b_E: Sequence[Tensor] | None = None,
-    add: bool = False,
-) -> None:  # fmt: skip
-    """``out = a w (+ b)`` of each expert; with ``add`` it is added to ``out``."""
-    for e, a, out in _by_expert(tile, a_RK, out_RM):
-        if add:
-            out.addmm_(a, w_E[e])
-        elif b_E is None:
-            torch.mm(a, w_E[e], out=out)
-        else:
-            torch.addmm(b_E[e], a, w_E[e], out=out)
-
-
-def _add_weight_gradients(tile: Tile, a_RK: Tensor, g_RM: Tensor, dw_E: Sequence[Tensor]) -> None:
+def _add_weight_gradients(tile: Tile, a_RK: Tensor, g_RM: Tensor, dw: _Weight) -> None:
+    if dw.adds_outers is not None:
+        dw.adds_outers.add_outers(tile.groups, a_RK, g_RM, dw.w_EKM, not tile.first)
+        return
     for e, a, g in _by_expert(tile, a_RK, g_RM):
         if tile.first:
-            torch.mm(a.t(), g, out=dw_E[e])
+            torch.mm(a.t(), g, out=dw.of_E[e])
         else:
-            dw_E[e].addmm_(a.t(), g)
+            dw.of_E[e].addmm_(a.t(), g)
 
 
 def _add_sums(tile: Tile, g_RM: Tensor, weight_R: Tensor | None, db_EM: Tensor) -> None:
