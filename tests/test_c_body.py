@@ -21,6 +21,9 @@ GPT_OSS = (
     "d = sigmoid(c); e = mul(a, d); f = add(b, 1.0); y = mul(e, f); return y"
 )
 TWO = "g = whole(h0); u = whole(h1); a = gelu_tanh(g); b = relu(u); c = square(b); y = mul(a, c); return y"
+THREE = (
+    "g = every(h0, 3, 0); u = every(h0, 3, 1); v = every(h0, 3, 2); a = silu(g); b = mul(a, u); y = add(b, v); return y"
+)
 STEPS_OF_PYTORCH = {"log", "erf", "gelu", "gelu_backward"}
 
 needs_compiler = pytest.mark.skipif(c_library.compiler() is None, reason="no C compiler here")
@@ -116,7 +119,7 @@ def test_bfloat16_is_rounded_as_pytorch_rounds_it():
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("text", [SWIGLU, GPT_OSS, TWO], ids=["swiglu", "gpt_oss", "two"])
+@pytest.mark.parametrize("text", [SWIGLU, GPT_OSS, TWO, THREE], ids=["swiglu", "gpt_oss", "two", "three"])
 def test_bodies_of_models(text, dtype):
     """Long rows too, so that vectors and what is left of them both occur."""
     torch.manual_seed(0)
@@ -135,6 +138,16 @@ def test_exp_has_the_range_of_a_real_one():
     normal = (want > 1.2e-38) & want.isfinite()
     torch.testing.assert_close(got[0][normal], want[normal], rtol=4e-7, atol=0)
     assert got[0][want < 1.2e-38].max() < 1.3e-38 and got[0].nan_to_num(0).min() >= 0
+
+
+@needs_compiler
+def test_tanh_is_accurate_near_zero():
+    """Relative to its value, where the difference of two numbers near one would have no digits left."""
+    body = Body.parse("x = whole(h0); y = tanh(x); return y")
+    x = torch.cat([sign * torch.logspace(-6, 0, 2001) for sign in (1, -1)])
+    got = torch.empty(1, len(x))
+    c_body.of(body, torch.float32).forward(x[None], got)
+    torch.testing.assert_close(got[0].double(), x.double().tanh(), rtol=2e-6, atol=0)
 
 
 @needs_compiler
