@@ -48,9 +48,10 @@ def compiled(recipe, degrees, commute=True, shape=PLAIN, stage="", compute=None,
 class Wide(nn.Module):
     """Linears of H features, of which FSDP cuts whole tiles."""
 
-    def __init__(self, H: int, layers: int = 3) -> None:
+    def __init__(self, H: int, layers: int = 3, each: int = 1) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(H, H, bias=False) for _ in range(layers))
+        linears = [[nn.Linear(H, H, bias=False) for _ in range(each)] for _ in range(layers)]
+        self.layers = nn.ModuleList(nn.Sequential(*own) if each > 1 else own[0] for own in linears)
 
     def forward(self, x):
         for layer in self.layers:
@@ -247,7 +248,7 @@ def train(commute, experts, dp):
     plan = Plan(dp=dp, fsdp=True, precision=Precision(compute="bf16", fp8=recipe, exclude=()), ep=2 if experts else 1)
     torch.manual_seed(0)
     shape = Shape(4, 2, layers=3)
-    net = build(shape) if experts else Wide(128 * dp, 4)
+    net = build(shape) if experts else Wide(128 * dp, 3, each=2)
 
     def batch(seed):
         if experts:
