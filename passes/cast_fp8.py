@@ -12,7 +12,8 @@ Legend: K and M in and out features, E experts, N rows.
 Algorithm
     1. What stays out: products without a parameter, routers, the head, excluded modules, products whose gradient would
        be a pending sum on an axis (quantised pending sums do not add up to a quantised sum): reasons in ``why_not``.  A
-       feature dim that is cut inside of a tile is refused.
+       feature dim that is cut inside of a tile is refused, and so are tokens in chunks where a tile holds all tokens:
+       its scale would be known when the last chunk is, and nothing would be hidden.
     2. Operands are quantised once each, for all products that read them: ``moec::quantise``.  Where a tile's elements
        are on several ranks, ``moec::amax`` and a maximum over these ranks come before it, and for gradients, whose
        products are in the backward, ``moec::grad_amax`` behind the product, with taps that carry the maximum back to
@@ -71,7 +72,16 @@ class Cast:
     # -- 1
 
     def check(self, node: fx.Node) -> None:
-        """Raise MoecError where an axis cuts a feature dim inside of a tile."""
+        """Raise MoecError where an axis cuts a feature dim inside of a tile, or chunks one that holds all tokens."""
+        whole = self.recipe.shared == "tensor" or (self.recipe.shared == "vector" and self.program.training)
+        if "chunk" in node.meta and whole:
+            tile = "all values" if self.recipe.shared == "tensor" else "a feature of all tokens (for weight gradients)"
+            raise MoecError(
+                f"{self.recipe.name} scales {tile} together, and Overlap(chunks=…) computes the tokens of "
+                f"{op_name(node)} in parts",
+                where=node.meta.get("where", ""),
+                way_out="blockwise or mxfp8, Overlap(chunks=1), or the module in Precision.exclude",
+            )
         for x in node.args[:2]:
             val, first = x.meta["val"], 0 if x is node.args[1] and op_name(node) == "aten.linear" else -1
             dims = range(val.ndim)[first:] if x is node.args[0] or first == 0 else (1, 2)

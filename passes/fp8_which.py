@@ -26,9 +26,10 @@ class Which:
     def __init__(self, program: Program, precision: Precision) -> None:
         self.program = program
         products = [n for n in program.graph.nodes if op_name(n) in ("aten.linear", "moec.grouped_mm")]
-        weighted = [n for n in products if self._parameter(n.args[1]) is not None]
+        # By their parameters: tokens in chunks have a product each.
+        weighted = [name for n in products if (name := self._parameter(n.args[1])) is not None]
         self.last = weighted[-1] if weighted else None
-        ends = {n: word for word, at in (("first", weighted[:1]), ("last", weighted[-1:])) for n in at}
+        ends = {name: word for word, at in (("first", weighted[:1]), ("last", weighted[-1:])) for name in at}
         self.linears: list[fx.Node] = []
         self.experts: dict[fx.Node, list[fx.Node]] = {}
         for node in products:
@@ -44,17 +45,17 @@ class Which:
         name = self._parameter(node.args[1])
         return self.program.params[name].name.rpartition(".")[0] if name else node.meta.get("where", "")
 
-    def _reason(self, node: fx.Node, precision: Precision, ends: dict[fx.Node, str]) -> str | None:
+    def _reason(self, node: fx.Node, precision: Precision, ends: dict[str, str]) -> str | None:
         name = self._parameter(node.args[1])
         if name is None:
             return "its weight is no parameter"
         spec = self.program.params[name]
         if any(u.startswith(ROUTES) for u in self._readers(node)):
             return "it is a router"
-        if self._is_head(node, name):
+        if self._is_head(name):
             return "it is the head"
         for pattern in precision.exclude:
-            if pattern == ends.get(node):
+            if pattern == ends.get(name):
                 return f"it is the {pattern} product"
             if any(matches(pattern, name) for name in (spec.name, *spec.members, *spec.aliases)):
                 return f"{pattern!r} excludes it"
@@ -99,9 +100,9 @@ class Which:
                 todo += user.users
             yield op_name(user)
 
-    def _is_head(self, node: fx.Node, name: str) -> bool:
+    def _is_head(self, name: str) -> bool:
         """The last product, by a weight with a row for every row of a table that inputs look up."""
-        if node is not self.last:
+        if name != self.last:
             return False
         tables = [n.args[0] for n in self.program.graph.nodes if op_name(n) in ("aten.embedding", "moec.lookup")]
         rows = {self.program.params[p].shape[0] for t in tables if (p := self._parameter(t)) is not None}

@@ -1,0 +1,35 @@
+"""FP8 of tokens in chunks: the numbers of one chunk, or a refusal."""
+
+import pytest
+from spmd import build, oracle
+from test_cast_fp8 import BATCH, SHAPE, calls, compiled
+
+from moec.check import _relative
+from moec.overlap import Overlap
+from moec.runtime.errors import MoecError
+
+EP = (2, 1, 2, 1)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", pytest.param("blockwise", marks=pytest.mark.nightly)])
+def test_chunks_compute_what_one_chunk_does(recipe):
+    """A tile along the features is one token's, so outputs are equal up to how float64 sums are formed (an FP8 number
+    that is its neighbour would show by nine orders more), and so are gradients of what is only reached through tokens.
+    For weights of FP8 products tiles run along tokens, and another chunk has other tokens."""
+    truth = oracle(build(SHAPE), BATCH)
+    whole, chunked = compiled(recipe, EP), compiled(recipe, EP, overlap=Overlap(chunks=2))
+    assert len(calls(chunked, "moec.fp8_grouped_mm")) == 2 * len(calls(whole, "moec.fp8_grouped_mm"))
+    want, got = truth._run(whole), truth._run(chunked)
+    for path in want.outputs:
+        assert _relative(got.outputs[path], want.outputs[path]) < 1e-12
+    exact = {n: _relative(got.grads[n], g, 1e-9) for n, g in want.grads.items() if g is not None}
+    for name, off in exact.items():
+        assert off < (1e-12 if whole.params[name].name in ("embed.weight", "norm.weight") else 0.03), (name, off)
+    assert max(exact.values()) > 1e-6, "some tiles do run along tokens"
+
+
+@pytest.mark.parametrize("recipe", ["current", "rowwise"])
+def test_scales_of_all_tokens_are_refused(recipe):
+    with pytest.raises(MoecError, match=r"layers\.0.*scales (all values|a feature of all tokens).*in parts") as e:
+        compiled(recipe, EP, overlap=Overlap(chunks=2))
+    assert "Precision.exclude" in e.value.way_out
