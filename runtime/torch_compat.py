@@ -39,6 +39,9 @@ DispatchMode = TorchDispatchMode
 GROUPED_MM = torch._grouped_mm
 """What ``torch.nn.functional.grouped_mm`` calls."""
 
+SCALED_GROUPED_MM = torch._scaled_grouped_mm
+"""FP8 products of groups; ``torch.nn.functional.scaled_grouped_mm``, which is public, has no fake kernel (2.13)."""
+
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 """The wait node of a start op: returns its input once the collective that fills it has finished (differentiable)."""
 

@@ -8,7 +8,9 @@ Requires: ``transformer_engine.pytorch`` can be imported and tensors are on a GP
 Guarantees: nothing of TE is called but the functions of ``USED``, none of them private
 (tests/test_transformer_engine.py holds names and arguments against TE's source).  ``refused`` says what TE cannot
 express.  ``require`` raises where TE is missing or computes something else on this GPU.
-Never: FP8; this file is TE's bf16, fp16 and fp32.
+Never: FP8; this file is TE's bf16, fp16 and fp32.  TE's public modules quantise for themselves, by scales of what one
+rank has; what multiplies operands that are quantised already is not public.  Here scales are those of all ranks, so FP8
+products stay the ``moec::`` ops.
 
 What differs from the ``moec::`` ops, and why it may:
 

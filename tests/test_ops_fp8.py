@@ -223,7 +223,7 @@ def test_a_transposed_scale_is_seen():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_tensor_cores_compute_is_the_same(monkeypatch, recipe, dtype):
     """torch's scaled product, which a GPU would run, in the layouts that each of the three products gives it."""
-    monkeypatch.setattr(scaled_mm, "here", lambda a: True)
+    monkeypatch.setattr(scaled_mm, "capability", lambda a: (9, 0))
     calls = []
     product = scaled_mm.product
     monkeypatch.setattr(scaled_mm, "product", lambda *a: calls.append(a) or product(*a))
@@ -241,8 +241,8 @@ def test_what_tensor_cores_compute_is_the_same(monkeypatch, recipe, dtype):
         torch.testing.assert_close(got, want, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
     assert len(calls) == (0 if (recipe, dtype) == ("rowwise", torch.float32) else 3)
     odd = ops.quantise(torch.randn(5, 40).to(dtype), None, None, None, recipe, "rows", True)
-    assert not scaled_mm.fits(odd[1], torch.empty(7, 40), Recipe.parse(recipe), dtype)
-    assert not scaled_mm.fits(odd[1], odd[1], Recipe.parse("mxfp8"), dtype)
+    assert not scaled_mm.fits(odd[1], torch.empty(7, 40), Recipe.parse(recipe), "forward", dtype)
+    assert not scaled_mm.fits(odd[1], odd[1], Recipe.parse("mxfp8"), "forward", dtype)
 
 
 def test_operands_that_do_not_fit_are_refused():

@@ -4,8 +4,8 @@ scales.
 Legend: N rows, K and M in and out features.
 
 It multiplies numbers and applies the scales to the sums: what the CPU op computes, rounded in another order.  Where it
-cannot (features or, for a weight's gradient, rows that 16 does not divide; a dtype; an older GPU), and for recipes of
-tiles, the op is ordinary torch code: numbers times powers of two are exact in bf16, and are multiplied so.
+cannot (``fp8_ways.py``; features or, for a weight's gradient, rows that 16 does not divide), and for recipes of tiles,
+the op is ordinary torch code: numbers times powers of two are exact in bf16, and are multiplied so.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from torch import Tensor
 
 from ..fp8 import Recipe
 from ..ops import fp8_linear as op
+from .fp8_ways import LINEARS, Product, capability, fit, way
 
-MULTIPLE, CAPABILITY = 16, (8, 9)
 
-
-def fits(a_NK: Tensor, b_MK: Tensor, recipe: Recipe, dtype: torch.dtype) -> bool:
-    """Whether ``product`` can be computed, on a device that multiplies FP8."""
-    if recipe.shared == "block" or not a_NK.numel() or (a_NK.shape[1] % MULTIPLE or b_MK.shape[0] % MULTIPLE):
-        return False
-    return dtype == torch.bfloat16 or (dtype == torch.float32 and recipe.shared == "tensor")
+def fits(a_NK: Tensor, b_MK: Tensor, recipe: Recipe, product: Product, dtype: torch.dtype) -> bool:
+    """Whether ``product`` can be computed, on this device."""
+    found = way(LINEARS, recipe.name, product, dtype, capability(a_NK))
+    return found is not None and bool(a_NK.numel()) and fit(a_NK.shape[1], b_MK.shape[0])
 
 
 def product(a_NK: Tensor, a_s: Tensor, b_MK: Tensor, b_s: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
@@ -36,15 +34,11 @@ def product(a_NK: Tensor, a_s: Tensor, b_MK: Tensor, b_s: Tensor, recipe: Recipe
     return F.scaled_mm(a_NK, b_MK.t(), scales[0], kind, scales[1], kind, output_dtype=dtype)
 
 
-def here(a: Tensor) -> bool:
-    return a.is_cuda and torch.cuda.get_device_capability(a.device) >= CAPABILITY
-
-
 def forward(x: Tensor, w: Tensor, x_q: Tensor, x_s: Tensor, w_q: Tensor, w_s: Tensor, *rest) -> tuple[Tensor, ...]:
     """``moec::fp8_linear``."""
     recipe, shared = rest[-2:]
     found, a_NK = Recipe.parse(recipe), x_q.reshape(-1, x_q.shape[-1])
-    if not (here(x_q) and fits(a_NK, w_q, found, x.dtype)):
+    if not fits(a_NK, w_q, found, "forward", x.dtype):
         return op.on_any_device(x, w, x_q, x_s, w_q, w_s, *rest)
     y = product(a_NK, x_s.reshape(-1, 1), w_q, w_s, found, x.dtype).view(*x.shape[:-1], w.shape[0])
     return y, *op.taps(y, recipe, shared)
@@ -53,7 +47,7 @@ def forward(x: Tensor, w: Tensor, x_q: Tensor, x_s: Tensor, w_q: Tensor, w_s: Te
 def dgrad(g_q: Tensor, g_s: Tensor, w_qT: Tensor, w_sT: Tensor, recipe: str, dtype: torch.dtype) -> Tensor:
     """``moec::fp8_dgrad``."""
     found, a_NM = Recipe.parse(recipe), g_q.reshape(-1, g_q.shape[-1])
-    if not (here(g_q) and fits(a_NM, w_qT.t(), found, dtype)):
+    if not fits(a_NM, w_qT.t(), found, "dgrad", dtype):
         return op.dgrad_on_any_device(g_q, g_s, w_qT, w_sT, recipe, dtype)
     return product(a_NM, g_s.reshape(-1, 1), w_qT.t(), w_sT.t(), found, dtype).view(*g_q.shape[:-1], w_qT.shape[1])
 
@@ -61,7 +55,7 @@ def dgrad(g_q: Tensor, g_s: Tensor, w_qT: Tensor, w_sT: Tensor, recipe: str, dty
 def wgrad(g_qT: Tensor, g_sT: Tensor, x_qT: Tensor, x_sT: Tensor, recipe: str, dtype: torch.dtype) -> Tensor:
     """``moec::fp8_wgrad``."""
     found = Recipe.parse(recipe)
-    if not (here(g_qT) and fits(g_qT.t(), x_qT.t(), found, dtype)):
+    if not fits(g_qT.t(), x_qT.t(), found, "wgrad", dtype):
         return op.wgrad_on_any_device(g_qT, g_sT, x_qT, x_sT, recipe, dtype)
     return product(g_qT.t(), g_sT.t(), x_qT.t(), x_sT.t(), found, dtype)
 

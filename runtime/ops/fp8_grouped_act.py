@@ -22,7 +22,7 @@ from ..body import Body
 from ..errors import MoecError
 from ..fp8 import Recipe
 from .align_rows import padded
-from .fp8_grouped_mm import fp8_grouped_dgrad, fp8_grouped_wgrad, product
+from .fp8_grouped_mm import fp8_grouped_dgrad, fp8_grouped_mm, fp8_grouped_wgrad
 from .grouped_add import grouped_add, grouped_sum
 from .quantise import DEVICES, carrier, fake
 from .quantise_act import quantise_act, quantise_act_grad, quantised_of
@@ -35,7 +35,9 @@ def fp8_grouped_act(
     both: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     _check(x, w, b, counts_E, x_q, w_q, body)
-    h = [product(x_q, x_s, q, s, counts_E, recipe, "rows", False, x.dtype) for q, s in zip(w_q, w_s, strict=True)]
+    own = zip(w, w_q, w_s, w_qT, w_sT, strict=True)
+    h = [fp8_grouped_mm(x, of, counts_E, x_q, x_s, q, s, x_qT, x_sT, q_T, s_T, None, recipe, False)[0]
+         for of, q, s, q_T, s_T in own]  # fmt: skip
     if b:
         whole_E = padded(counts_E, Recipe.parse(recipe).alignment)
         h = [grouped_add(y, of, whole_E) for y, of in zip(h, b, strict=True)]

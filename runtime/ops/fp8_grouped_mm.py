@@ -24,10 +24,10 @@ from ..fp8 import Recipe
 from .align_rows import padded, real_rows
 from .fp8_linear import quantised_grad, taps, working_dtype
 from .grouped_mm import grouped_mm, grouped_mm_wgrad
-from .quantise import DEVICES, values
+from .quantise import values
 
 
-def product(
+def _product(
     a_q: Tensor, a_s: Tensor, b_q: Tensor, b_s: Tensor, counts_E: Tensor, recipe: str, a_role: str, b_transposed: bool,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
@@ -40,11 +40,17 @@ def product(
     return grouped_mm(a, b.transpose(1, 2) if b_transposed else b, padded(counts_E, found.alignment)).to(dtype)
 
 
-@torch.library.custom_op("moec::fp8_grouped_dgrad", mutates_args=(), device_types=DEVICES)
+@torch.library.custom_op("moec::fp8_grouped_dgrad", mutates_args=(), device_types="cpu")
 def fp8_grouped_dgrad(
     g_q: Tensor, g_s: Tensor, w_qT: Tensor, w_sT: Tensor, counts_E: Tensor, recipe: str, dtype: torch.dtype
 ) -> Tensor:
-    return product(g_q, g_s, w_qT, w_sT, counts_E, recipe, "grad", True, dtype)
+    return dgrad_on_any_device(g_q, g_s, w_qT, w_sT, counts_E, recipe, dtype)
+
+
+def dgrad_on_any_device(
+    g_q: Tensor, g_s: Tensor, w_qT: Tensor, w_sT: Tensor, counts_E: Tensor, recipe: str, dtype: torch.dtype
+) -> Tensor:
+    return _product(g_q, g_s, w_qT, w_sT, counts_E, recipe, "grad", True, dtype)
 
 
 @fp8_grouped_dgrad.register_fake
@@ -52,8 +58,14 @@ def _(g_q, g_s, w_qT, w_sT, counts_E, recipe, dtype):
     return g_q.new_empty((g_q.shape[0], w_qT.shape[1]), dtype=dtype)
 
 
-@torch.library.custom_op("moec::fp8_grouped_wgrad", mutates_args=(), device_types=DEVICES)
+@torch.library.custom_op("moec::fp8_grouped_wgrad", mutates_args=(), device_types="cpu")
 def fp8_grouped_wgrad(
+    x_qT: Tensor, x_sT: Tensor, g_qT: Tensor, g_sT: Tensor, counts_E: Tensor, recipe: str, dtype: torch.dtype
+) -> Tensor:
+    return wgrad_on_any_device(x_qT, x_sT, g_qT, g_sT, counts_E, recipe, dtype)
+
+
+def wgrad_on_any_device(
     x_qT: Tensor, x_sT: Tensor, g_qT: Tensor, g_sT: Tensor, counts_E: Tensor, recipe: str, dtype: torch.dtype
 ) -> Tensor:
     found = Recipe.parse(recipe)
@@ -68,19 +80,33 @@ def _(x_qT, x_sT, g_qT, g_sT, counts_E, recipe, dtype):
     return x_qT.new_empty((counts_E.shape[0], g_qT.shape[1], x_qT.shape[1]), dtype=dtype)
 
 
-@torch.library.custom_op("moec::fp8_grouped_mm", mutates_args=(), device_types=DEVICES)
+@torch.library.custom_op("moec::fp8_grouped_mm", mutates_args=(), device_types="cpu")
 def fp8_grouped_mm(
     x: Tensor, w: Tensor, counts_E: Tensor, x_q: Tensor, x_s: Tensor, w_q: Tensor, w_s: Tensor, x_qT: Tensor,
     x_sT: Tensor, w_qT: Tensor, w_sT: Tensor, grad_amax: Tensor | None, recipe: str, shared: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return on_any_device(
+        x, w, counts_E, x_q, x_s, w_q, w_s, x_qT, x_sT, w_qT, w_sT, grad_amax, recipe, shared
+    )
+
+
+def on_any_device(
+    x: Tensor, w: Tensor, counts_E: Tensor, x_q: Tensor, x_s: Tensor, w_q: Tensor, w_s: Tensor, x_qT: Tensor,
+    x_sT: Tensor, w_qT: Tensor, w_sT: Tensor, grad_amax: Tensor | None, recipe: str, shared: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    check(x, w, counts_E, x_q, w_q)
+    y = _product(x_q, x_s, w_q, w_s, counts_E, recipe, "rows", False, x.dtype)
+    return y, *taps(y, recipe, shared)
+
+
+def check(x: Tensor, w: Tensor, counts_E: Tensor, x_q: Tensor, w_q: Tensor) -> None:
+    """Raise MoecError unless the operands fit each other."""
     if x_q.shape != x.shape or w_q.shape != w.shape or (counts_E.shape[0], x.shape[1]) != tuple(w.shape[:2]):
         raise MoecError(
             f"x {tuple(x.shape)} quantised {tuple(x_q.shape)}, w {tuple(w.shape)} quantised {tuple(w_q.shape)} and "
             f"counts {tuple(counts_E.shape)} do not fit",
             where="moec::fp8_grouped_mm",
         )
-    y = product(x_q, x_s, w_q, w_s, counts_E, recipe, "rows", False, x.dtype)
-    return y, *taps(y, recipe, shared)
 
 
 @fp8_grouped_mm.register_fake
