@@ -30,6 +30,7 @@ from moec.program import DtypeChoice, ParamSpec, Program
 from moec.regather import saved_gathers
 from moec.runtime.collectives import CARRY_PARAMETERS, LOW_GATHER, TABLE, collective, group_of
 from moec.runtime.errors import MoecError
+from moec.runtime.fp8.payload import width
 from moec.runtime.once import ONCE, maxima
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 
 TRAFFIC = ("parameter", "activation")
+CODED = (torch.ops.moec.carry_exchange.default, torch.ops.moec.carry_equal.default)
+"""What may have gradients travel as another payload than it moves."""
 
 
 @dataclass(frozen=True)
@@ -209,8 +212,12 @@ def _uses(
         entry = TABLE[entry.dual]
     if not entry.needs_wait:
         return []
+    payload = node.args[-3] if node.target in CODED and phase == "backward" else ""
     rows = any(t.kind == "V" for t in source.meta["types"].values())
     sizes = [_bytes(program, n, values, node) for n in (source, node)]
+    if payload:  # gradients travel as bytes
+        H, each = int(source.meta["val"].shape[-1]), source.meta["val"].dtype.itemsize
+        sizes = [n // (H * each) * width(H, payload) for n in sizes]
     return [
         CollectiveUse(
             entry.kind,

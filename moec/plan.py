@@ -33,6 +33,8 @@ STYLES = ("column", "row", "replicate")
 BACKENDS = ("eager", "te")
 OUTPUTS = ("sharded", "full", "drop")
 DISPATCHERS = ("auto", "alltoall", "allgather", "dedup", "hierarchical", "static")
+SUMMED_ON_THE_WAY = ("allgather", "dedup", "hierarchical")
+"""Dispatchers that send sums of experts' results."""
 DEGREES = ("dp", "cp", "tp", "ep", "etp")
 OPTIONS: dict[str, Any] = {"router": Router, "precision": Precision, "overlap": Overlap}
 """Fields that are mappings in YAML."""
@@ -302,9 +304,13 @@ class Plan:
                 "dropless routing; leave the choice to dispatch='auto'"
             )
         if isinstance(p := self.precision, Precision):
-            built = replace(Precision(), compute=p.compute, fp8=p.fp8, exclude=p.exclude)
-            if p != built or p.fp8 == "delayed":
-                problems.append(f"precision={p.to_dict()}: payloads and delayed scaling are not built yet")
+            if p.fp8 == "delayed":
+                problems.append(f"precision={p.to_dict()}: delayed scaling is not built yet")
+            if p.combine is not None and self.ep != 1 and self.dispatch in SUMMED_ON_THE_WAY:
+                problems.append(
+                    f"precision.combine={p.combine!r} rounds the row of each pair, and dispatch={self.dispatch!r} "
+                    "sends sums of them; dispatch='alltoall' and 'static' send rows"
+                )
         if isinstance(self.layout, Mapping):
             problems += [
                 f"layout: unknown style {_did_you_mean(style, STYLES)} for {pattern!r}; known: {', '.join(STYLES)}"

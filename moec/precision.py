@@ -7,7 +7,19 @@ matrices, attention and what is between them read bf16; routers, norms, softmax,
 the loss stay in fp32 (``passes/cast_bf16.py`` decides node by node, ``moec explain`` shows it).
 
 ``fp8`` names the recipe by which linears and experts' products quantise their operands (each described in
-``moec.runtime.fp8``); ``dispatch`` and ``combine`` say what the rows that travel to experts and back are sent as.
+``moec.runtime.fp8``).
+
+``dispatch`` and ``combine`` say what rows travel as, to their experts and back (``moec.runtime.fp8.payload``).  That
+rounds them, on one device too, so that any number of ranks computes what one does:
+
+=========================== ============== ============ ==========================================================
+what travels                ``dispatch``   ``combine``  format of ``fp8``
+=========================== ============== ============ ==========================================================
+tokens, to their experts    rounded                     E4M3, the operand of the experts' first products
+results, on their way back                 rounded      E4M3
+gradients of results                       rounded      the recipe's for gradients (E5M2 of ``current``, else E4M3)
+gradients of tokens                                     never rounded: they are added up, in the dtype of tokens
+=========================== ============== ============ ==========================================================
 """
 
 from __future__ import annotations
@@ -21,6 +33,8 @@ from moec.runtime.errors import MoecError
 COMPUTE = ("fp32", "bf16")
 RECIPES = ("delayed", "current", "rowwise", "blockwise", "mxfp8")
 PAYLOADS = ("bf16", "fp8")
+DEFAULT_RECIPE = "blockwise"
+"""Of FP8 payloads, where ``fp8`` names none."""
 ENDS = ("first", "last")
 """Words of ``Precision.exclude`` that are no patterns."""
 
@@ -37,7 +51,8 @@ class Precision:
     """What tokens travel to their experts as: ``bf16`` or ``fp8`` (with scales: of the recipe, or ``blockwise`` where
     ``fp8`` names none); None: what the experts read."""
     combine: str | None = None
-    """What experts' results travel back as: ``fp8``, or None: in the dtype they are computed in."""
+    """What experts' results, and in the backward their gradients, travel as: ``bf16``, ``fp8`` (of a recipe whose rows
+    have scales of their own), or None: in the dtype they are computed in."""
     exclude: tuple[str, ...] = ENDS
     """Linears and experts that stay out of FP8: patterns of module paths (``*`` matches dots too), and ``first`` and
     ``last``, the first linear of the model and its last one (the head)."""
@@ -57,6 +72,10 @@ class Precision:
         given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in given.items()}
 
+    def payload(self, what: str) -> str:
+        """The payload (``moec.runtime.fp8.payload``) of ``dispatch`` or ``combine``, which is not None."""
+        return "bf16" if getattr(self, what) == "bf16" else self.fp8 or DEFAULT_RECIPE
+
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Precision:
         known = [f.name for f in fields(Precision)]
@@ -70,7 +89,7 @@ class Precision:
             f"{name}={value!r} is none of {', '.join(map(repr, known))}"
             for name, value, known in (
                 ("compute", self.compute, COMPUTE), ("fp8", self.fp8, (None, *RECIPES)),
-                ("dispatch", self.dispatch, (None, *PAYLOADS)), ("combine", self.combine, (None, "fp8")),
+                ("dispatch", self.dispatch, (None, *PAYLOADS)), ("combine", self.combine, (None, *PAYLOADS)),
             )
             if value not in known
         ]  # fmt: skip
@@ -82,6 +101,10 @@ class Precision:
                 problems.append(f"{name}={value!r} is not an integer of at least {least}")
             elif value != _DEFAULTS[name] and self.fp8 != "delayed":
                 problems.append(f"{name}={value!r} is for fp8='delayed'")
+        if self.combine == "fp8" and self.fp8 in ("delayed", "current"):
+            problems.append(
+                f"combine='fp8' rounds gradients row by row, and fp8={self.fp8!r} has one scale for a whole tensor"
+            )
         if self.fp8 is None and self.exclude != ENDS:
             problems.append(f"exclude={self.exclude!r} without an fp8 recipe")
         return problems

@@ -8,9 +8,10 @@ V ragged rows, P a pending sum; M a pending maximum (of scales, and of scales of
 The dual of ``A -> B`` goes from the type of B's gradient to the type of A's.  Gradients have the types
 I: I,  R: P,  P: R,  S: S,  V: V,  M: M.
 
+``carry_…`` move nothing forward: they stand beside the exchange of a payload (``ops/carry.py``) for its gradient.
+
 An op that communicates is a *start* op: it launches the work and its result may be read only after the wait node
-``torch.ops._c10d_functional.wait_tensor.default``.  The others (identity, slice, zero_pad,
-carry) have no wait.
+``torch.ops._c10d_functional.wait_tensor.default``.  The others (identity, slice, zero_pad, carry) have no wait.
 """
 
 from __future__ import annotations
@@ -61,7 +62,6 @@ PRIMITIVES: dict[str, int | None] = {
     "identity": None,
     "slice": None,
     "zero_pad": None,
-    "carry": None,
     "all_reduce": 2,
     "all_reduce_max": 2,
     "all_gather": 1,
@@ -70,6 +70,7 @@ PRIMITIVES: dict[str, int | None] = {
     "exchange": 1,
     "counts": 1,
     "equal": 1,
+    "carry": None,
 }
 
 TABLE: dict[str, Collective] = {
@@ -94,6 +95,9 @@ TABLE: dict[str, Collective] = {
         Collective("all_to_all_rows", "V", "V", "exchange", "all_to_all_rows"),
         Collective("all_to_all_equal", "V", "V", "equal", "all_to_all_equal"),
         Collective("exchange_counts", "V", "V", "counts", ""),
+        Collective("carry_exchange", "V", "V", "carry", "all_to_all_rows"),
+        Collective("carry_equal", "V", "V", "carry", "all_to_all_equal"),
+        Collective("carry_gather", "S", "R", "carry", "p_to_s"),
     )
 }
 COLLECTIVES = TABLE
@@ -111,7 +115,7 @@ CARRY_PARAMETERS = "carry_parameters"
 CONVERSIONS = tuple(
     k
     for k, c in TABLE.items()
-    if c.primitive not in ("exchange", "equal", "counts") and k not in (*MAXIMA, LOW_GATHER, CARRY_PARAMETERS)
+    if c.primitive not in ("exchange", "equal", "counts", "carry") and k not in (*MAXIMA, LOW_GATHER)
 )
 """Kinds ``(x, dim, [to_dim,] size, group)``, like ``MAXIMA``; the rest have signatures of their own."""
 

@@ -24,6 +24,7 @@ from torch import Tensor, fx
 from . import simulate
 from .collectives import CARRY_PARAMETERS, LOW_GATHER, TABLE, Collective, collective, is_wait
 from .errors import MoecError
+from .fp8.payload import packed, values
 from .mesh import Mesh
 from .ops.carry_parameters import carriers
 from .ops.pack import flatten_shapes, pack, unpack
@@ -109,6 +110,8 @@ class LockstepWorld:
         xs = [next(iter(b.values())) for b in bound]  # the tensor that travels is the first argument of every op
         if entry.primitive == "counts":
             return self._across(entry, key, node, xs, lambda ranks, mine: simulate.counts(mine))
+        if entry.primitive == "carry":
+            return self._carry(entry, key, node, xs, bound)
         if entry.primitive == "exchange":
             return self._exchange(entry, key, node, xs, bound)
         if entry.primitive == "equal":
@@ -187,6 +190,38 @@ class LockstepWorld:
             return forward(self.table[entry.dual], "backward", grads, recvs, sends, rows_in)
 
         return list(_Across.apply(lambda v: forward(entry, "forward", v, sends, recvs, rows), backward, *xs))
+
+    def _carry(
+        self, entry: Collective, key: str, node: fx.Node, xs: Sequence[Tensor], bound: list[dict[str, Any]]
+    ) -> list[Tensor]:
+        """Forward each rank's carrier has the rows of what it received; backward gradients go back, as bytes where a
+        payload is named."""
+        dual, payload, dim = self.table[entry.dual], bound[0].get("payload", ""), bound[0].get("dim", 0)
+        rows_in = [x.shape[0] for x in xs]
+
+        def forward(_) -> list[Tensor]:
+            return [x.new_zeros(()).expand(*b["data"].shape[:-1], x.shape[-1]) for x, b in zip(xs, bound, strict=True)]
+
+        def move(sent: Sequence[Tensor]) -> list[Tensor]:
+            if dual.primitive != "exchange":
+                run = lambda ranks, mine: simulate.convert(dual.primitive, mine, dim, dim)  # noqa: E731
+                return self._across(dual, key, node, sent, run, "backward")
+            sends, recvs = ([b[name] for b in bound] for name in ("recv_R", "send_R"))
+
+            def run_exchange(ranks: Sequence[int], mine: Sequence[Tensor]) -> list[Tensor]:
+                return simulate.exchange(
+                    mine, [sends[i] for i in ranks], [recvs[i] for i in ranks], [rows_in[i] for i in ranks]
+                )
+
+            return self._across(dual, key, node, sent, run_exchange, "backward", sends)
+
+        def backward(grads: Sequence[Tensor]) -> list[Tensor]:
+            if not payload:
+                return move(grads)
+            data = move([packed(g, payload, "grad") for g in grads])
+            return [values(d, g.shape[-1], payload, "grad", g.dtype) for d, g in zip(data, grads, strict=True)]
+
+        return list(_Across.apply(forward, backward, *xs))
 
     def _across(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 import spmd_types as spmd
 from spmd_types import rules
 from torch import Tensor
-from witness_moves import derived, spec_of
+from witness_moves import belong, derived, spec_of
 
 from moec.runtime.fp8 import Recipe
 
@@ -139,6 +139,36 @@ def _turn(w, node, q: Tensor, role):
     return _made(w, _no_sum(w, q), _matrix(w, q, role, True), {})
 
 
+def _encode_rows(w, node, x, amax, payload, role):
+    """Whole rows are rounded, no sums; one scale for all is made from what is the same on all ranks."""
+    typed, dims = _no_sum(w, x), w.dims(x)
+    if dims[-1]:
+        raise spmd.SpmdTypeError(f"ranks of {dims[-1]} have parts of a row")
+    _largest(w, x, amax, payload)
+    return typed, _made(w, typed, dims, {})
+
+
+def _largest(w, x, amax, payload) -> None:
+    if payload != "bf16" and Recipe.parse(payload).shared == "tensor":
+        rules.ignore(amax)
+        for a in (a for d in w.dims(x) for a in d if a in [w.axes[n] for n in w.mesh.names]):
+            if derived(amax, a)[0] not in "IR":
+                raise spmd.SpmdTypeError(f"one scale is made of what is {derived(amax, a)} on {a}")
+
+
+def _decode_rows(w, node, data, carrier, amax, payload, role):
+    belong(w, data, carrier)
+    _largest(w, carrier, amax, payload)
+    return _no_sum(w, carrier)
+
+
+def _decode_operand(w, node, data, carrier, amax, amax_T, counts, payload, both):
+    belong(w, data, carrier)
+    _largest(w, carrier, amax, payload)
+    known = amax if Recipe.parse(payload).shared == "tensor" else None
+    return _quantise(w, node, carrier, known, amax_T, counts, payload, "rows", both)
+
+
 def _own_rows(w, node, x, counts, *_):
     rules.ignore(counts)
     return w.einsum("...->...", x, linear_in=(0,))
@@ -148,4 +178,6 @@ FP8: dict[str, Callable] = {
     "moec.amax": _amax, "moec.quantise": _quantise, "moec.dequantise": _dequantise, "moec.fp8_linear": _fp8_linear,
     "moec.fp8_grouped_mm": _fp8_grouped_mm, "moec.grad_amax": _grad_amax, "moec.align_rows": _own_rows,
     "moec.unalign_rows": _own_rows, "moec.turn": _turn,
+    "moec.encode_rows": _encode_rows, "moec.decode_rows": _decode_rows,
+    "moec.decode_operand": _decode_operand,
 }  # fmt: skip

@@ -131,7 +131,7 @@ def _exchange(w, node: fx.Node, entry: Collective, x_NH, send_R, recv_R, size, g
         if (sent, received) != (not out, out):
             raise spmd.SpmdTypeError(f"rows go {'out' if out else 'back'}, but {send_R} are sent and {recv_R} received")
     with spmd.no_typecheck():
-        y = x_NH.new_zeros((int(recv_R.sum()), *x_NH.shape[1:])) + 0 * x_NH.sum()
+        y = x_NH.new_zeros((int(recv_R.sum()), *x_NH.shape[1:])) + (0 * x_NH.sum()).to(x_NH.dtype)
     rules.output(y, typed)
     return y
 
@@ -250,6 +250,25 @@ def carry_parameters(w, node: fx.Node, entry: Collective, masters: list[Tensor],
     return out
 
 
+def _carry(w, node: fx.Node, entry: Collective, carrier: Tensor, data: Tensor, *rest) -> Tensor:
+    """What the collective that moved the bytes would make of rows like the carrier."""
+    started = node.args[1].args[0]
+    moved = collective(started.target)
+    if moved is None:
+        raise spmd.SpmdTypeError("a carrier goes along with what nobody moved")
+    args = fx.node.map_arg(started.args[1:], w.env.__getitem__)
+    y = CONVERSIONS[moved.primitive](w, started, moved, carrier, *args)
+    belong(w, data, y)
+    return y
+
+
+def belong(w, data: Tensor, carrier: Any) -> None:
+    """Raise where bytes and their carrier lie differently on the ranks."""
+    if w.dims(data) != w.dims(carrier):
+        raise spmd.SpmdTypeError(f"bytes are cut as {w.dims(data)}, their carrier as {w.dims(carrier)}")
+    rules.ignore(data)
+
+
 CONVERSIONS: dict[str, Callable] = {
-    **dict.fromkeys(TRANSITIONS, _convert), "counts": _counts, "exchange": _exchange, "equal": _equal,
+    **dict.fromkeys(TRANSITIONS, _convert), "counts": _counts, "exchange": _exchange, "equal": _equal, "carry": _carry,
 }  # fmt: skip

@@ -13,9 +13,11 @@ from typing import Any
 
 import spmd_types as spmd
 from spmd_types import rules
-from torch import Tensor
+from torch import Tensor, fx
 from witness_fp8 import FP8, fp8_tiles
-from witness_moves import OWNERS, Axis, derived, pack, pack_bytes, spec_of, unpack, unpack_bytes
+from witness_moves import OWNERS, Axis, belong, derived, pack, pack_bytes, spec_of, unpack, unpack_bytes
+
+from moec.program import op_name
 
 # -- moec's ops ------------------------------------------------------------------------------------------------------
 
@@ -177,6 +179,23 @@ def _own_rows(w, node, x, *_):
     return w.einsum("...->...", x, linear_in=(0,))
 
 
+def _carry(w, node, carrier, data, *_):
+    """What the op that moved the bytes would make of rows like the carrier."""
+    move = node.args[1]
+    if op_name(move) == "getitem":
+        move = move.args[0]
+    args = fx.node.map_arg(move.args[1:], w.env.__getitem__)
+    typed = MOEC[op_name(move)](w, move, carrier, *args)
+    typed = typed[0] if isinstance(typed, tuple) else typed
+    belong(w, data, typed)
+    return typed
+
+
+def _carry_home(w, node, carrier, data, *_):
+    belong(w, data, carrier)
+    return w.einsum("...->...", carrier, linear_in=(0,))
+
+
 def _lookup(w, node, table_VH, numbers_V, ids, *_):
     # A part of the numbers finds a part of the ids: addends of what all find.
     return w.einsum("vh,v,...->...h", table_VH, numbers_V, ids, linear_in=(0,))
@@ -268,6 +287,8 @@ MOEC: dict[str, Callable] = {
     "moec.route_counted": _route_counted, "moec.unpermute_add": _unpermute_add,
     "moec.fp8_grouped_act": _fp8_grouped_act, "moec.permute_aligned": _permute_aligned,
     "moec.permute_quantised": _permute_quantised,
+    "moec.carry_home": _carry_home,
+    **dict.fromkeys(("moec.carry_rows", "moec.carry_sorted", "moec.carry_swapped", "moec.carry_aligned"), _carry),
     "moec.logsumexp_pick": _logsumexp_pick, "moec.cross_entropy": _cross_entropy,
     "moec.pack": pack, "moec.pack_empty": pack, "moec.unpack": unpack,
     "moec.pack_bytes": pack_bytes, "moec.unpack_bytes": unpack_bytes, **FP8,

@@ -1,14 +1,23 @@
-"""commute_quantise: what is quantised behind a collective is quantised before it, and travels as FP8.
+"""commute_quantise: what is quantised anyway, or asked to be, is quantised before it travels.
 
 Contract
-    requires   fp8
-    provides   commuted: gathers of FP8 weights carry bytes
-    preserves  values: operands and scales to the bit
-    never      touches a value that somebody reads in high precision
+    requires   sharded; where products compute in FP8, fp8: what arrives becomes their operands
+    provides   commuted: gathers of FP8 weights, and rows that ``Precision.dispatch`` or ``combine`` name, carry bytes
+    preserves  operands and scales of weights, to the bit.  Rows are rounded on their way where a plan asks for it, at
+               any number of ranks, one among them, and so all of them compute the same
+    never      rounds twice what an FP8 product reads; moves what somebody reads in high precision
+
+A rewrite each:
+
+``weights``    FP8 weights that FSDP gathers
+``dispatch``   tokens on their way to their experts (``Precision.dispatch``)
+``combine``    results on their way back, and their gradients (``Precision.combine``)
 """
 
 from __future__ import annotations
 
+from moec.passes.commute_quantise.combine import combine
+from moec.passes.commute_quantise.dispatch import dispatch
 from moec.passes.commute_quantise.weights import commute_weights
 from moec.passes.contract import Pass, PassContract
 from moec.plan import Plan
@@ -17,20 +26,30 @@ from moec.runtime.fp8 import Recipe
 
 
 def _run(program: Program, plan: Plan) -> Program:
-    assert plan.precision is not None and plan.precision.fp8 is not None
-    commute_weights(program, Recipe.parse(plan.precision.fp8))
+    precision = plan.precision
+    assert precision is not None
+    if precision.fp8 is not None:
+        commute_weights(program, Recipe.parse(precision.fp8))
+    if precision.dispatch is not None:
+        dispatch(program, precision.payload("dispatch"))
+    if precision.combine is not None:
+        combine(program, precision.payload("combine"))
     program.graph.lint()
     program.module.recompile()
     return program
 
 
+def _applies(plan: Plan) -> bool:
+    p = plan.precision
+    return p is not None and any(x is not None for x in (p.fp8, p.dispatch, p.combine))
+
+
 CONTRACT = PassContract(
     name="commute_quantise",
-    requires=frozenset({"fp8"}),
+    requires=frozenset({"sharded"}),
     provides=frozenset({"commuted"}),
     conflicts_with=frozenset({"commuted", "units", "experts_fused", "lowered"}),
+    preserves_values=False,
 )
-commute_quantise = Pass(
-    CONTRACT, _run, applies=lambda plan: plan.precision is not None and plan.precision.fp8 is not None
-)
+commute_quantise = Pass(CONTRACT, _run, _applies)
 __all__ = ["CONTRACT", "commute_quantise"]

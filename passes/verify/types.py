@@ -19,6 +19,7 @@ from moec.passes.shard.solve import Operand, solve
 from moec.passes.units import packed_types
 from moec.passes.verify.dialect import derive_dialect, meaning, on_axes
 from moec.passes.verify.fp8 import FP8, derive_fp8
+from moec.passes.verify.payload import PAYLOADS, check_pairs, derive_payload
 from moec.placement import I, R, S, Type, Types, V, show
 from moec.program import Program, op_name
 from moec.runtime.collectives import (
@@ -87,6 +88,9 @@ def derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
     if entry is not None and entry.kind == CARRY_PARAMETERS:
         masters, dims = node.args[:2]
         return [_convert(program, node, derived[m], entry, m, d) for m, d in zip(masters, dims, strict=True)]
+    if entry is not None and entry.kind == "carry_gather":
+        check_pairs(node)
+        return _convert(program, node, derived[node.args[0]], entry)
     if entry is not None and entry.kind in (*CONVERSIONS, *MAXIMA):
         return _convert(program, node, derived[node.args[0]], entry)
     ops = operands(node)
@@ -99,6 +103,8 @@ def derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
         return _unpack(node, derived)
     if name in ("moec.split_tokens", "moec.join_tokens"):
         return _chunks(node, name, types)
+    if name in PAYLOADS:
+        return derive_payload(program, node, dict(zip(ops, types, strict=True)))
     if name in FP8:
         return derive_fp8(program, node, dict(zip(ops, types, strict=True)), on_axes(program))
     if entry is not None or (name.startswith("moec.") and name not in BY_THE_TABLE):

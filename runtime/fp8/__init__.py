@@ -3,6 +3,7 @@ give.
 
 ``recipes``   the five recipes by name: formats, tiles that share a scale, kinds of scales, alignment
 ``tiles``     numbers <-> float8 and scales, for any tiling
+``payload``   rows as the bytes that travel, scales among them
 """
 
 from .recipes import RECIPES, ROLES, Recipe

@@ -1,0 +1,115 @@
+"""dispatch: tokens travel to their experts as a payload (part of ``commute_quantise``).
+
+Legend: T tokens, N rows, H hidden.
+
+1. Tokens are rounded where a permute, or slots, take them; where ranks gather tokens for the permute alone (the
+   dispatcher ``allgather``), before the gather.  For a recipe with one scale the largest magnitude over all ranks comes
+   first, of all tokens, whatever chunks they travel in.
+2. Every move on the way to the experts takes the payload: bytes forward; gradients come back as wide as they are.
+3. Where rows arrive, an FP8 product's operand of the same recipe is what has arrived (``decode_operand``); whatever
+   else reads them reads the values that it means (``decode_rows``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from moec.passes.cast_fp8 import Cast
+from moec.passes.commute_quantise.moves import PERMUTES, Pair, decode, encode, is_move, moved_by, through
+from moec.passes.shard.rule import is_getitem
+from moec.passes.typed import typed
+from moec.program import Program, op_name
+from moec.runtime.collectives import is_start, is_wait
+from moec.runtime.fp8 import Recipe
+from moec.runtime.fp8.payload import BF16
+
+moec_ops = torch.ops.moec
+SIZES = ("aten.sym_size", "moec.equal_counts")
+"""What reads of rows how many they are."""
+
+
+def dispatch(program: Program, payload: str) -> None:
+    made = _Dispatch(program, payload)
+    for node in list(program.graph.nodes):
+        if op_name(node) in PERMUTES and node.args[0].meta["val"].dtype.is_floating_point:
+            made.region(node)
+
+
+class _Dispatch:
+    def __init__(self, program: Program, payload: str) -> None:
+        self.program, self.payload = program, payload
+        self.recipe = None if payload == BF16 else Recipe.parse(payload)
+        self.sources: dict[fx.Node, tuple[Pair, fx.Node | None]] = {}
+        self.largest: dict[fx.Node, fx.Node] = {}
+
+    # -- 1
+
+    def region(self, permute: fx.Node) -> None:
+        move = permute
+        while len(move.args[0].users) == 1 and (before := moved_by(move.args[0])) is not None:
+            move = before
+        x = move.args[0]
+        if self.payload == BF16 and x.meta["val"].dtype == torch.bfloat16:
+            return  # they are as narrow already
+        if x not in self.sources:
+            amax = self._amax(move, x)
+            self.sources[x] = encode(self.program, move, x, amax, self.payload), amax
+        self._follow(move, *self.sources[x])
+
+    def _amax(self, at: fx.Node, x: fx.Node) -> fx.Node | None:
+        if self.recipe is None or self.recipe.shared != "tensor":
+            return None
+        while is_getitem(x) and op_name(x.args[0]) == "moec.split_tokens":
+            x, at = x.args[0].args[0], x.args[0]
+        if x not in self.largest:
+            found = Cast(self.program, self.recipe).amax(at, x, "rows", None, False)
+            if found is None:  # this rank has all of it
+                args = (x, None, self.payload, "rows", False)
+                found = typed(self.program, at, moec_ops.amax.default, *args)
+                found.meta["grad"] = False
+            self.largest[x] = found
+        return self.largest[x]
+
+    # -- 2
+
+    def _follow(self, move: fx.Node, pair: Pair, amax: fx.Node | None) -> None:
+        pair = through(self.program, move, pair, self.payload)
+        readers = [u for u in pair.data.users if u is not pair.carrier and op_name(u) not in SIZES]
+        for user in readers:
+            if is_move(user, pair.data):
+                self._follow(user, pair, amax)
+        self._read(pair, amax, [u for u in readers if not is_move(u, pair.data)])
+
+    # -- 3
+
+    def _read(self, pair: Pair, amax: fx.Node | None, readers: list[fx.Node]) -> None:
+        for user in readers:
+            if user.target is moec_ops.quantise.default and user.args[4] == self.payload:
+                self._operand(user, pair, amax)
+        # A maximum that nobody needs any more is gone.
+        if others := [u for u in pair.data.users if u in readers and u.target is not moec_ops.decode_operand.default]:
+            first = min(others, key=list(self.program.graph.nodes).index)
+            value = decode(self.program, first, pair, amax, self.payload)
+            for user in others:
+                user.replace_input_with(pair.data, value)
+
+    def _operand(self, quantise: fx.Node, pair: Pair, amax: fx.Node | None) -> None:
+        _, given, given_T, counts, recipe, _, both = quantise.args
+        if amax is not None and given_T is not None:  # one scale for both layouts
+            given_T = amax
+        quantise.target = moec_ops.decode_operand.default
+        quantise.args = (pair.data, pair.carrier, amax, given_T, counts, recipe, both)
+        if given is not None:
+            _erase(given)
+
+
+def _erase(node: fx.Node) -> None:
+    """``node``, and what it alone reads, if nobody reads it: a maximum that is not needed is not communicated."""
+    if node.users or node.op != "call_function":
+        return
+    read = dict.fromkeys(node.all_input_nodes)
+    node.graph.erase_node(node)
+    for source in read:
+        if is_wait(node.target) or is_start(source.target) or op_name(source) == "moec.amax":
+            _erase(source)
