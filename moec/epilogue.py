@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
 from moec.runtime.groups import Groups
+from moec.runtime.torch_compat import local_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def enter(params: list[Tensor], reductions: list[Reduction], groups: Groups | No
 
 def to_local(param: Tensor) -> Tensor:
     """This rank's part, without gradient; shares memory."""
-    return (param.to_local() if isinstance(param, DTensor) else param).detach()
+    return local_of(param).detach()
 
 
 class _GradEpilogue(torch.autograd.Function):

@@ -143,10 +143,8 @@ class ParallelModule(Parameters):
         if key not in self._runners:
             self._runners[key] = Runner(program.step, self._execute)
         slots = {name: self._slots[spec.name] for name, spec in program.params.items()}
-        values = {n: self._enter(s.value, s.spec) for n, s in slots.items()}
-        trained = {
-            n: Parameter(s.value, partial(self._leave, spec=s.spec)) for n, s in slots.items() if s.value.requires_grad
-        }
+        values = {n: self._enter(s, s.value) for n, s in slots.items()}
+        trained = {n: Parameter(s.value, partial(self._leave, s)) for n, s in slots.items() if s.value.requires_grad}
         return self._runners[key](values | tensors, trained)
 
     def _leaf(self, spec: OutputSpec, local: Tensor) -> Tensor:
@@ -267,8 +265,9 @@ class ParallelModule(Parameters):
         found = {}
         for name, dtype in program.narrowed.items():
             spec = program.params[name]
-            value = self._slots[spec.name].value
-            enter = partial(self._enter, value, spec)
+            slot = self._slots[spec.name]
+            value = slot.value
+            enter = partial(self._enter, slot, value)
             found[name] = self.narrow_copies.copy(spec.name, value, to_local(value), enter, dtype)
         return found
 
@@ -297,20 +296,17 @@ class ParallelModule(Parameters):
         for name in names:
             if (spec := program.params.get(name)) is None:
                 continue
-            value = self._slots[spec.name].value
+            slot = self._slots[spec.name]
+            value = slot.value
             if torch.is_grad_enabled() and value.requires_grad:
                 trained.append(name)
-            values[name] = self._enter(value, spec)
+            values[name] = self._enter(slot, value)
         params = [self._slots[program.params[n].name] for n in trained]
         if self._mesh.world == 1:
             values |= {n: s.value for n, s in zip(trained, params, strict=True)}
         else:
             reductions = [
-                Reduction(
-                    program.grad_reductions.get(n, ""),
-                    partial(self._enter, spec=s.spec),
-                    partial(self._leave, spec=s.spec),
-                )
+                Reduction(program.grad_reductions.get(n, ""), partial(self._enter, s), partial(self._leave, s))
                 for n, s in zip(trained, params, strict=True)
             ]
             values |= zip(trained, enter([s.value for s in params], reductions, self._groups), strict=True)

@@ -18,12 +18,13 @@ from torch.distributed.tensor import DTensor
 from moec import shards
 from moec.accounts import AUX_COUNTS
 from moec.epilogue import to_local
-from moec.placement import Types, show
+from moec.placement import Types, local_shape, show
 from moec.preflight import require_same
 from moec.program import ParamSpec, Program
 from moec.runtime.errors import MoecError
 from moec.runtime.groups import Groups
 from moec.runtime.mesh import Mesh
+from moec.runtime.torch_compat import placed_like
 from moec.tree import container, initial, named_tensors, unused
 
 
@@ -36,6 +37,10 @@ class Slot:
     attribute: str
     spec: ParamSpec
     types: Types
+    largest: tuple[int, ...]
+    """Shape of the largest part of any rank, which graphs are given."""
+    own: tuple[int, ...]
+    """Shape of this rank's part."""
 
     @property
     def value(self) -> Tensor:
@@ -89,13 +94,13 @@ class Parameters(nn.Module):
                 raise MoecError(f"a buffer cannot be sharded ({show(spec.types)})", where=own)
             else:
                 home.register_buffer(attribute, full.clone(), persistent=persistent)
-            self._slots[own] = Slot(own, home, attribute, spec, spec.types)
+            self._slots[own] = self._slot(own, home, attribute, spec)
         for spec in program.params.values():
             if spec.initial is not None:
                 home, attribute = container(self, spec.name)
                 device = next(iter(self._slots.values())).value.device
                 home.register_buffer(attribute, initial(spec, device), persistent=spec.persistent)
-                self._slots[spec.name] = Slot(spec.name, home, attribute, spec, spec.types)
+                self._slots[spec.name] = self._slot(spec.name, home, attribute, spec)
                 if spec.persistent:
                     self._names[spec.name] = (spec.name, None)
         missing = sorted({s.name for s in program.params.values()} - self._slots.keys())
@@ -128,14 +133,19 @@ class Parameters(nn.Module):
         assert self._groups is not None and self._groups.device_mesh is not None
         return shards.distribute(local, shape, types, self._mesh, self._groups.device_mesh)
 
-    def _enter(self, value: Tensor, spec: ParamSpec) -> Tensor:
-        """A parameter as the graph takes it: this rank's part, padded where parts are of unequal sizes."""
-        return shards.pad(to_local(value), spec.shape, spec.types, self._mesh)
+    def _slot(self, name: str, home: nn.Module, attribute: str, spec: ParamSpec) -> Slot:
+        largest = local_shape(spec.shape, spec.types, self._mesh)
+        own = local_shape(spec.shape, spec.types, self._mesh, self._rank)
+        return Slot(name, home, attribute, spec, spec.types, largest, own)
 
-    def _leave(self, grad: Tensor, spec: ParamSpec) -> Tensor:
-        """The gradient that the graph gives, like the parameter."""
-        part = shards.trim(grad, spec.shape, spec.types, self._mesh, self._rank).contiguous()
-        return self.place(part, spec.shape, spec.types)
+    def _enter(self, slot: Slot, value: Tensor) -> Tensor:
+        """The parameter ``value`` as the graph takes it: this rank's part, padded where parts are of unequal sizes."""
+        return shards.pad_to(to_local(value), slot.largest)
+
+    def _leave(self, slot: Slot, grad: Tensor) -> Tensor:
+        """The gradient that the graph gives, as the parameter lies."""
+        part, value = shards.trim_to(grad, slot.own).contiguous(), slot.value
+        return placed_like(part, value) if isinstance(value, DTensor) else part
 
     def _check_same_values(self, source: nn.Module) -> None:
         """Collective: each rank cuts its part from its own copy, so the copies must be equal."""

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
 from moec.runtime.reshard import check_version
-from moec.runtime.torch_compat import boxed
+from moec.runtime.torch_compat import boxed, local_of
 from moec.step import Step
 
 Execute = Callable[[fx.GraphModule], Callable[[list], tuple]]
@@ -140,5 +139,4 @@ def _apart(outputs: Iterable[Any], seen: set[int]) -> tuple[Any, ...]:
 
 
 def _storage(param: Tensor) -> int:
-    local = param.to_local() if isinstance(param, DTensor) else param
-    return local.untyped_storage().data_ptr()
+    return local_of(param).untyped_storage().data_ptr()

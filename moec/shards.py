@@ -70,7 +70,10 @@ def uneven(shape: tuple[int, ...], types: Types, mesh: Mesh) -> bool:
 
 def pad(local: Tensor, shape: tuple[int, ...], types: Types, mesh: Mesh) -> Tensor:
     """A rank's part with zeros behind it, as large as the largest part: what graphs are given."""
-    wanted = local_shape(shape, types, mesh)
+    return pad_to(local, local_shape(shape, types, mesh))
+
+
+def pad_to(local: Tensor, wanted: tuple[int, ...]) -> Tensor:
     if tuple(local.shape) == wanted:
         return local
     out = local.new_zeros(wanted)
@@ -80,7 +83,10 @@ def pad(local: Tensor, shape: tuple[int, ...], types: Types, mesh: Mesh) -> Tens
 
 def trim(padded: Tensor, shape: tuple[int, ...], types: Types, mesh: Mesh, rank: int) -> Tensor:
     """The inverse of ``pad``, for gradients."""
-    wanted = local_shape(shape, types, mesh, rank)
+    return trim_to(padded, local_shape(shape, types, mesh, rank))
+
+
+def trim_to(padded: Tensor, wanted: tuple[int, ...]) -> Tensor:
     return padded if tuple(padded.shape) == wanted else padded[tuple(slice(n) for n in wanted)]
 
 

@@ -107,6 +107,16 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     return _StridedShard(dim, split_factor=split_factor)
 
 
+def local_of(x: Tensor) -> Tensor:
+    """This rank's part of a DTensor, without ``to_local``'s node of autograd; any other tensor itself."""
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+def placed_like(local: Tensor, x: DTensor) -> DTensor:
+    """This rank's part of a DTensor that lies as ``x`` does, without ``from_local``'s checks and node of autograd."""
+    return DTensor(local, x._spec, requires_grad=False)
+
+
 class PackedDTensor(DTensor):
     """A DTensor whose local shard is several boxes of the global tensor (packed dims), as checkpoints must see it.
 
