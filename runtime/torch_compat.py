@@ -56,6 +56,31 @@ def kernel(op: str, device_type: str) -> Callable | None:
     return found.get(device_type) or found.get(None)
 
 
+def derivative(op: OpOverload) -> tuple[Callable | None, Callable | None]:
+    """``(formula, setup_context)`` that were registered for a ``torch.library.custom_op``; no formula: it has none."""
+    found = OPDEFS[op._schema.name]
+    return found._backward_fn, found._setup_context_fn
+
+
+def lists_tensors(argument: torch.Argument) -> bool:
+    """Is an argument or result of an operator's schema a list of tensors?"""
+    return str(argument.type) in ("List[Tensor]", "List[Optional[Tensor]]")
+
+
+below_autograd = torch._C._AutoDispatchBelowAutograd
+"""Inside, operators are called as autograd calls them: nothing is recorded."""
+
+
+def observed() -> bool:
+    """Does a profiler, a dispatch mode, a transform or a compiler watch the operators that this thread calls?"""
+    return (
+        torch.autograd._profiler_enabled()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch.compiler.is_compiling()
+    )
+
+
 def assert_on_device(condition: Tensor, message: str) -> None:
     """Stop a GPU, without waiting for it, unless its one-element tensor is true."""
     torch._assert_async(condition, message)
