@@ -39,7 +39,7 @@ from moec.runtime.mesh import Mesh
 from moec.runtime.narrow import NARROW, NarrowCopies
 from moec.runtime.once import ONCE, Once, Source
 from moec.runtime.reshard import RESHARDING, Resharding
-from moec.runtime.torch_compat import boxed, observed
+from moec.runtime.torch_compat import boxed, local_of, observed
 from moec.scheduled import Execute, Parameter, Runner
 
 CompileFn = Callable[[bool, tuple[Any, ...], dict[str, Any]], Program]
@@ -229,7 +229,7 @@ class ParallelModule(Parameters):
     def _preflight(self, key: str, program: Program, call: Call) -> dict[str, Tensor]:
         """Check the call on all ranks; the tensors by placeholder."""
         specs = [(canonical(self._signature, s.path), s) for s in program.inputs.values()]
-        params = {s.name: to_local(s.value) for s in self._slots.values()}
+        params = {s.name: local_of(s.value) for s in self._slots.values()}
         problems = local_problems(specs, call.tensors, params, self._mesh.world) + self._param_problems(program)
         if not problems:
             shapes = {spec.placeholder: tuple(call.tensors[path].shape) for path, spec in specs}

@@ -44,7 +44,8 @@ class Slot:
 
     @property
     def value(self) -> Tensor:
-        return getattr(self.home, self.attribute)
+        found = self.home._parameters.get(self.attribute)  # what ``getattr`` of a module finds last
+        return getattr(self.home, self.attribute) if found is None else found
 
     @property
     def running(self) -> bool:

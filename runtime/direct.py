@@ -12,6 +12,7 @@ What watches operators (a profiler, a dispatch mode, a compiler) sees none of th
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -101,7 +102,7 @@ def _kernel(op: OpOverload) -> Callable[[Sequence[Any]], Any]:
             found = kernel(name, device)
             if found is None:
                 raise MoecError(f"there is no kernel for tensors on {device!r}", where=name)
-            kernels[device] = found
+            kernels[device] = inspect.unwrap(found)  # torch keeps its compiler out of it with a wrapper
         return kernels[device](*args)
 
     return run
