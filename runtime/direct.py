@@ -84,11 +84,11 @@ def _function(op: OpOverload) -> Callable:
         return (None, *_flat(found if isinstance(found, tuple) else (found,), ctx.lengths))
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    apply = type(op._opname, (torch.autograd.Function,), methods).apply
+    function: Any = type(op._opname, (torch.autograd.Function,), methods)
 
     def differentiable(*args: Any) -> Any:
         lengths = tuple((i, len(args[i])) for i in lists)
-        return apply(lengths, *_flat(args, lengths))
+        return function.apply(lengths, *_flat(args, lengths))
 
     return _named(differentiable, op)
 
@@ -125,7 +125,8 @@ def _flat(args: Sequence[Any], lengths: Lengths) -> Sequence[Any]:
     """Autograd knows tensors, not lists of them.  In the place of a list, None is a list of None."""
     if not lengths:
         return args
-    found, of = [], dict(lengths)
+    of = dict(lengths)
+    found: list[Any] = []
     for i, a in enumerate(args):
         found += [a] if i not in of else [None] * of[i] if a is None else a
     return found
