@@ -285,7 +285,7 @@ class ParallelModule(Parameters):
 
         def make() -> tuple[Tensor, ...]:
             specs = [program.params[n] for n in once.params]
-            return once.module(*(self._enter(self._slots[s.name].value, s) for s in specs))
+            return once.module(*(self._enter(self._slots[s.name], self._slots[s.name].value) for s in specs))
 
         return self.once.get(key, sources, make)
 
