@@ -84,7 +84,7 @@ def test_any_number_of_ranks_computes_what_one_does(plan, precision):
 def test_every_operand_lies_on_the_recipes_grid(recipe):
     """The experts' first operand is what the tokens were rounded to, scales and all; the other layout is quantised from
     what it means."""
-    program = compiled({"fp8": recipe} | THERE)
+    program = compiled({"fp8": recipe} | THERE, fuse=False)
     values, _ = recorded(program)
     (encode,) = calls(program, "moec.encode_rows")
     (operand,) = calls(program, "moec.decode_operand")
@@ -105,7 +105,7 @@ def test_every_operand_lies_on_the_recipes_grid(recipe):
 def exchanged(precision):
     """Bytes of a step's exchanges of rows by phase, of one rank: as explained."""
     program = compiled(precision, (2, 1, 2, 1), shape=Shape(4, 2, kv_heads=4))
-    found = [c for c in explain(program, {"ids": (8, 8), "labels": (8, 8)}).collectives if c.primitive == "exchange"]
+    found = [c for c in explain(program, {"0": (8, 8), "1": (8, 8)}).collectives if c.primitive == "exchange"]
     return {p: [c.bytes for c in found if c.phase == p] for p in ("forward", "backward")}
 
 
