@@ -10,7 +10,8 @@ Algorithm
     1. Candidates are starts for gradients (``#gradients``) and parameters (``#parameters``), of one kind, group and
        dtype, in the order of the graph.  What lies between a reduction and the output moves behind the bucket; a
        reduction that anything else reads is left alone.
-    2. A bucket takes the next candidate while it stays within its size.
+    2. A bucket takes the next candidate while it stays within its size.  One as large as a bucket stays alone, and the
+       small ones around it share one.
     3. It becomes pack → collective → wait → unpack: at the place of the first gather, and behind what the last
        reduction reads.
 
@@ -111,6 +112,9 @@ def _fill(starts: list[fx.Node], limit: int) -> Iterator[list[fx.Node]]:
     total = 0
     for start in starts:
         size = _bytes(start)
+        if size >= limit:
+            yield [start]
+            continue
         if members and total + size > limit:
             yield members
             members, total = [], 0

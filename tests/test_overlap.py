@@ -150,6 +150,69 @@ def test_a_windows_width_bounds_what_runs_ahead():
     assert [n for n in exact if n in heavy] == tasks.nodes  # no window: the order of the graph
 
 
+def chunked(layers: int, chunks: int) -> fx.GraphModule:
+    """Layers of rows that travel in chunks, each as soon as its counts are known, and come back."""
+    m = Maker()
+    x, w = m.input("x"), m.input("w")
+    key = MESH.key(MESH.names)
+
+    def call(op, args, val) -> fx.Node:
+        node = m.graph.call_function(op, args)
+        node.meta["val"] = val
+        return node
+
+    def travelled(rows: fx.Node, counts: fx.Node) -> fx.Node:
+        start = m.made(m.graph.call_function(TABLE["all_to_all_rows"].op, (rows, counts, counts, m.size, 2, key)))
+        return m.made(m.graph.call_function(WAIT, (start,)))
+
+    for _ in range(layers):
+        done = []
+        for _ in range(chunks):
+            rows = m.product(x, w)
+            counts = call(aten.argmax.default, (rows,), torch.empty(2, dtype=torch.int64, device="meta"))
+            counts = call(TABLE["exchange_counts"].op, (counts, 2, f"{key}#counts"), counts.meta["val"])
+            counts = call(WAIT, (counts,), counts.meta["val"])
+            done.append(travelled(m.product(travelled(rows, counts), w), counts))
+        x = done[0]
+        for y in done[1:]:
+            x = m.product(x, y)
+    return m.module(x)
+
+
+@pytest.mark.parametrize(("layers", "chunks"), [(1, 4), (3, 2)])
+def test_counts_travel_before_the_rows_of_any_chunk(layers, chunks):
+    nodes = list(chunked(layers, chunks).graph.nodes)
+    tasks = Tasks.of(nodes, costs(nodes[0].graph), set())
+    assert sorted(tasks.in_order()) == list(range(len(tasks.nodes)))
+    late = listing.backward(tasks, listing.forward(tasks, [float(i) for i in range(len(tasks))]))
+    for window in (float("inf"), 1e-3, 0.0):
+        for eager in (True, False):
+            written = order(nodes, tasks, listing.forward(tasks, late, window, eager))
+            exchanges = [
+                ("rows" if "rows" in str(n.target) else "counts")
+                for n in written
+                if "exchange" in n.name or "all_to_all" in n.name
+            ]
+            assert exchanges == (["counts"] * chunks + ["rows"] * 2 * chunks) * layers
+            waited = [n.args[0].name for n in written[: _first_rows(written)] if is_wait(n.target)]
+            assert len(waited) == chunks and all("counts" in name for name in waited)
+
+
+def _first_rows(nodes: list[fx.Node]) -> int:
+    return next(i for i, n in enumerate(nodes) if n.target is TABLE["all_to_all_rows"].op)
+
+
+def test_small_transfers_wait_for_the_large_ones_of_their_communicator():
+    m = Maker()
+    key, small = MESH.key(MESH.names), torch.empty(4, device="meta")
+    for purpose in ("", "#gradients", "#parameters", "#counts"):
+        start = m.graph.call_function(TABLE["p_to_i"].op, (m.input(f"x{purpose[1:]}"), 0, 2, key + purpose))
+        start.args[0].meta["val"] = start.meta["val"] = small
+        known = costs(m.graph)
+        alone = known.queue(start) != known.link(start)
+        assert alone == (purpose in ("", "#counts"))
+
+
 def test_the_least_memory_of_equally_fast_orders_is_taken():
     from moec.passes.overlap import Scheduled
 

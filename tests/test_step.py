@@ -127,6 +127,11 @@ def test_buckets_are_filled_to_their_size():
                 assert bucketing._bytes(n) <= limit or len(n.args[0].args[0]) == 1
 
 
+def test_what_is_as_large_as_a_bucket_does_not_part_the_small_ones_around_it(monkeypatch):
+    monkeypatch.setattr(bucketing, "_bytes", lambda size: size)
+    assert list(bucketing._fill([1, 9, 1, 4, 1, 2, 3], 4)) == [[9], [4], [1, 1, 1], [2], [3]]
+
+
 def test_regathers_bring_only_what_is_read():
     """FSDP: no gathered matrix is saved but of the last two gathers, and embeddings do not come again."""
     step = steps("fsdp, ep")
@@ -162,8 +167,9 @@ def test_purposes_have_communicators_of_their_own():
         for n in graph.nodes:
             if n.op == "call_function" and is_start(n.target):
                 by.setdefault(group_of(n).partition("#")[2], set()).add(collective(n.target).primitive)
-    assert by["exchange"] <= {"exchange", "counts", "equal"} and by["parameters"] == {"all_gather", "reduce_scatter"}
+    assert by["exchange"] <= {"exchange", "equal"} and by["parameters"] == {"all_gather", "reduce_scatter"}
     assert all("exchange" not in p for k, p in by.items() if k != "exchange")
+    assert by["counts"] == {"counts"} and all("counts" not in p for k, p in by.items() if k != "counts")
     assert by["gradients"] == {"all_reduce"}
 
 

@@ -1,9 +1,9 @@
 """Purposes: exchanges of tokens, parameters, gradients and everything else have process groups of their own.
 
 A communicator works through what it is given in order.  Over one that they share, an exchange of tokens would wait for
-a gather that was started ahead of its use.
+a gather that was started ahead of its use, and the few counts of a chunk for all rows of the chunk before.
 
-1. Exchanges of rows and of their counts travel over ``#exchange``.
+1. Exchanges of rows travel over ``#exchange``, those of their counts over ``#counts``.
 2. What moves parameters alone (a gather of them), and reduce-scatters that nothing but a gradient is made of, over
    ``#parameters``.
 3. Gradient reductions have their purpose from ``reductions``; the rest (tensor parallelism) needs none.
@@ -21,7 +21,7 @@ from moec.runtime.collectives import collective, group_of, is_start, is_wait
 from moec.runtime.mesh import for_purpose
 
 aten, moec = torch.ops.aten, torch.ops.moec
-EXCHANGE, PARAMETERS = "exchange", "parameters"
+EXCHANGE, COUNTS, PARAMETERS = "exchange", "counts", "parameters"
 EXCHANGES = frozenset({"exchange", "counts", "equal"})
 """Primitives that move tokens between experts, or say how many."""
 _ON_THE_WAY = frozenset({
@@ -39,7 +39,7 @@ def give_purposes(graph: fx.Graph, params: set[str]) -> None:
             continue
         primitive, purpose = collective(node.target).primitive, ""  # type: ignore[union-attr]  # a start is one
         if primitive in EXCHANGES:
-            purpose = EXCHANGE  # 1
+            purpose = COUNTS if primitive == "counts" else EXCHANGE  # 1
         elif node in of_params or (primitive == "reduce_scatter" and node in to_grads):
             purpose = PARAMETERS  # 2
         node.args = (*node.args[:-1], for_purpose(group_of(node), purpose))

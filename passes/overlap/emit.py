@@ -2,8 +2,9 @@
 
 1. Tasks in the order in which compute runs them.
 2. Views and waits come right before the first that reads them: a wait is as late as it may be.  That of a gradient's
-   reduction comes earlier if the transfer should have been over for as long as it takes: then it costs nothing, and
-   what was sent can go.
+   reduction comes earlier if the transfer should have been over for ``SURELY`` times as long as it takes: then it costs
+   nothing even if the link is slower than expected, and what was sent can go.
+   Counts are waited for before the first rows that travel behind them.
 3. Parts of a tuple, and sizes, come right behind what has them, so that the tuple can go.
 """
 
@@ -20,19 +21,23 @@ from moec.passes.overlap.listing import Times
 from moec.passes.overlap.tasks import Tasks
 from moec.runtime.collectives import is_wait
 
+SURELY = 4
+
 
 def order(nodes: Sequence[fx.Node], tasks: Tasks, times: Times) -> list[fx.Node]:
     out = [n for n in nodes if n.op in ("placeholder", "get_attr")]
     writer = _Writer(out)
     sequence = sorted(range(len(tasks.nodes)), key=lambda i: (times.start[i], times.end[i], i))  # 1
     final = tasks.final()
-    over = [(times.end[j] + tasks.seconds[j], s) for s, j in tasks.job.items() if s in final]
+    over = [(times.end[j] + SURELY * tasks.seconds[j], s) for s, j in tasks.job.items() if s in final]
     heapify(over)
     for node in list(out):
         writer.parts_of(node)
     for task in sequence:
         while over and over[0][0] <= times.start[task]:
             writer.wait_for(tasks.nodes[heappop(over)[1]])
+        for counts in tasks.counts.get(task, ()):
+            writer.wait_for(tasks.nodes[counts])
         writer.write(tasks.nodes[task])
     writer.write(nodes[-1])  # the output
     writer.rest(nodes)

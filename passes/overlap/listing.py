@@ -55,11 +55,11 @@ class _Window:
     """Which of the tasks of the compute resource may run yet."""
 
     def __init__(self, tasks: Tasks, window: float) -> None:
-        self.window = window
-        self.base, total = [], 0.0
-        for seconds in tasks.seconds[: len(tasks.nodes)]:
-            self.base.append(total)
-            total += seconds
+        self.window, self.order = window, tasks.in_order()
+        self.base, total = [0.0] * len(tasks.nodes), 0.0
+        for task in self.order:
+            self.base[task] = total
+            total += tasks.seconds[task]
         self.ran = [False] * len(tasks.nodes)
         self.first = 0
         self.held: list[tuple[float, int]] = []
@@ -73,7 +73,7 @@ class _Window:
     def runs(self, task: int) -> list[int]:
         """Note that a task runs; returns those that may from now on."""
         self.ran[task] = True
-        while self.first < len(self.ran) and self.ran[self.first]:
+        while self.first < len(self.order) and self.ran[self.order[self.first]]:
             self.first += 1
         free = []
         while self.held and self.held[0][0] <= self._until():
@@ -81,7 +81,7 @@ class _Window:
         return free
 
     def _until(self) -> float:
-        return self.base[self.first] + self.window if self.first < len(self.base) else float("inf")
+        return self.base[self.order[self.first]] + self.window if self.first < len(self.order) else float("inf")
 
 
 def _run(tasks: Tasks, before: Mapping, after: Mapping, key: Sequence[float], gate: _Window | None) -> Times:
@@ -112,8 +112,10 @@ def _run(tasks: Tasks, before: Mapping, after: Mapping, key: Sequence[float], ga
             release(task)
     for where in list(ready):
         begin(where, 0.0)
+    ended = 0
     while events:
         now, task = heappop(events)
+        ended += 1
         busy.discard(tasks.resource[task])
         touched = {tasks.resource[task]}
         for other in after[task]:
@@ -123,6 +125,7 @@ def _run(tasks: Tasks, before: Mapping, after: Mapping, key: Sequence[float], ga
                 touched.add(tasks.resource[other])
         for where in sorted(touched):
             begin(where, now)
+    assert ended == len(tasks), "some tasks wait for each other"
     return Times(start, end)
 
 

@@ -6,11 +6,13 @@ what reads a wait needs the job.  The dependences are a ``networkx`` graph of ta
 numbers, in the order of the graph.
 
 An exchange reads on the host how many rows go where, so its launch waits for the counts: they are its operands, and
-come as early as anything else that a start needs.
+come as early as anything else that a start needs.  Counts are few and the host waits for them, so those of all chunks
+travel before the rows of any: behind rows that fill the link they would take as long as these.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,8 +20,10 @@ import networkx as nx
 from torch import fx
 
 from moec import cost
+from moec.passes.joint.purposes import PARAMETERS
+from moec.passes.joint.reductions import GRADIENTS
 from moec.passes.joint.regather import parameter_values
-from moec.runtime.collectives import collective, is_start, is_wait
+from moec.runtime.collectives import collective, group_of, is_start, is_wait
 from moec.runtime.mesh import Mesh
 
 COMPUTE = cost.COMPUTE
@@ -44,8 +48,11 @@ class Costs:
         return cost.link(cost.stream(start, self.mesh), self.cluster, self.mesh)
 
     def queue(self, start: fx.Node) -> str:
-        """Where a transfer waits for others: its link; what is latency alone (counts, say) waits for nobody."""
+        """Where a transfer waits for others: its link.  What is latency alone (counts, say) waits for nobody, unless
+        its communicator carries large ones too, which works through them in order."""
         where = self.link(start)
+        if group_of(start).partition("#")[2] in (GRADIENTS, PARAMETERS):
+            return where
         alpha, _ = self.cluster.link(where).of(collective(start.target).primitive)  # type: ignore[union-attr]
         return f"latency of {start.name}" if self.seconds(start) <= 2 * alpha else where
 
@@ -65,6 +72,8 @@ class Tasks:
     """Start -> its job."""
     ahead: frozenset[int]
     """Starts of gathers of parameters: they could run at any time before their use."""
+    counts: dict[int, list[int]]
+    """Start of an exchange of rows -> starts of the exchanges of counts that are over by then."""
 
     @staticmethod
     def of(nodes: Sequence[fx.Node], costs: Costs, params: set[str]) -> Tasks:
@@ -90,6 +99,8 @@ class Tasks:
                 own = frozenset([number[node]])
             needs[node] = own
         of_params = parameter_values(nodes[0].graph, params)
+        counts = _counts_before_rows(heavy, dag, job)
+        dag.add_edges_from((job[c], rows) for rows, some in counts.items() for c in some)
         return Tasks(
             heavy,
             dag,
@@ -98,6 +109,7 @@ class Tasks:
             [COMPUTE] * len(heavy) + [costs.queue(s) for s in starts],
             job,
             frozenset(number[s] for s in starts if s in of_params),
+            counts,
         )
 
     def final(self) -> set[int]:
@@ -109,8 +121,31 @@ class Tasks:
                 leads.add(node)
         return self.job.keys() - leads
 
+    def in_order(self) -> list[int]:
+        """Tasks of compute in the order of the graph, but for what has to come earlier (``counts``)."""
+        start = {j: s for s, j in self.job.items()}
+        ordered = nx.lexicographical_topological_sort(self.dag, key=lambda i: start.get(i, i))
+        return [i for i in ordered if i not in start]
+
     def __len__(self) -> int:
         return len(self.seconds)
+
+
+def _counts_before_rows(heavy: Sequence[fx.Node], dag: nx.DiGraph, job: dict[int, int]) -> dict[int, list[int]]:
+    """Start of rows -> starts of counts that as many exchanges of rows, one after the other, have led to."""
+    level: dict[int, int] = {}  # of tasks, and of jobs
+    counts: dict[int, list[int]] = defaultdict(list)
+    rows: list[int] = []
+    for i, node in enumerate(heavy):
+        level[i] = max((level[before] for before in dag.pred[i]), default=0)
+        entry = collective(node.target)
+        if i in job:
+            level[job[i]] = level[i] + (entry.primitive == "exchange")  # type: ignore[union-attr]  # it is a start
+        if entry is not None and entry.primitive == "counts":
+            counts[level[i]].append(i)
+        elif entry is not None and entry.primitive == "exchange":
+            rows.append(i)
+    return {i: counts[level[i]] for i in rows if level[i] in counts}
 
 
 def _takes_time(node: fx.Node, costs: Costs) -> bool:
