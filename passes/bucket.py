@@ -16,7 +16,8 @@ Algorithm
        reduction reads.
 
 How large: a collective takes ``alpha + bytes / beta``.  By the cost model a bucket is as small as keeps ``alpha`` to a
-``LATENCY`` th of its time: the first is under way early, and the last, which nothing covers, is short.
+``LATENCY`` th of its time: the first is under way early, and the last, which nothing covers, is short.  For the same
+reason it has no more than a ``SHARES`` th of all bytes, unless it takes less than ``alpha`` anyway.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from moec.runtime.ops.pack import flatten_shapes
 from moec.runtime.torch_compat import WAIT
 
 pack, unpack = torch.ops.moec.pack.default, torch.ops.moec.unpack.default
-LATENCY = 20
+LATENCY, SHARES = 20, 8
 PRIMITIVES = ("all_reduce", "all_gather", "reduce_scatter")
 
 
@@ -47,7 +48,7 @@ def bucket(module: fx.GraphModule, costs: Costs, megabytes: float | Literal["aut
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     for key, starts in _candidates(graph).items():  # 1
-        limit = _limit(starts[0], costs) if megabytes == "auto" else int(megabytes * 1e6)
+        limit = _limit(starts, costs) if megabytes == "auto" else int(megabytes * 1e6)
         for members in _fill(starts, limit):  # 2
             if len(members) > 1:
                 _Bucket(graph, key[0], members).merge()  # 3
@@ -56,9 +57,11 @@ def bucket(module: fx.GraphModule, costs: Costs, megabytes: float | Literal["aut
     return fx.GraphModule(module, graph)
 
 
-def _limit(start: fx.Node, costs: Costs) -> int:
-    alpha, beta = costs.cluster.link(costs.link(start)).of(collective(start.target).primitive)  # type: ignore[union-attr]
-    return int(LATENCY * alpha * beta)
+def _limit(starts: list[fx.Node], costs: Costs) -> int:
+    link = costs.cluster.link(costs.link(starts[0]))
+    alpha, beta = link.of(collective(starts[0].target).primitive)  # type: ignore[union-attr]
+    share = sum(map(_bytes, starts)) / SHARES
+    return int(min(LATENCY * alpha * beta, max(share, alpha * beta)))
 
 
 def _bytes(start: fx.Node) -> int:

@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 import moec
-from moec import shards, simulate
+from moec import cost, shards, simulate
 from moec.passes import bucket as bucketing
+from moec.passes.overlap.tasks import Costs
 from moec.passes.split_experts import split_experts
 from moec.passes.step import complete_graphs, finish
 from moec.passes.verify.order import check_order, check_same_dataflow, collective_order, dataflow
@@ -130,6 +131,19 @@ def test_buckets_are_filled_to_their_size():
 def test_what_is_as_large_as_a_bucket_does_not_part_the_small_ones_around_it(monkeypatch):
     monkeypatch.setattr(bucketing, "_bytes", lambda size: size)
     assert list(bucketing._fill([1, 9, 1, 4, 1, 2, 3], 4)) == [[9], [4], [1, 1, 1], [2], [3]]
+
+
+def test_the_last_bucket_is_an_eighth_at_most_unless_that_is_all_latency(monkeypatch):
+    """A link measured with a long latency would else have all gradients travel behind the last one."""
+    start = next(n for n in complete("ep").backward.graph.nodes if n.op == "call_function" and is_start(n.target))
+    cluster = cost.cluster("cpu2-1gbit")
+    costs = Costs(replace(cluster, links={"network": cost.Link(1e-3, 1e8)}), lowered("ep").mesh, cost.Sizes({}))
+    monkeypatch.setattr(bucketing, "_bytes", lambda _: each)
+    each = 10**6
+    assert bucketing._limit([start] * 4, costs) == 500_000
+    assert bucketing._limit([start] * 100, costs) == bucketing.LATENCY * 10**5
+    each = 10
+    assert bucketing._limit([start] * 4, costs) == 10**5
 
 
 def test_regathers_bring_only_what_is_read():
