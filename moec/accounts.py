@@ -72,6 +72,8 @@ class Accounts:
         """Training forwards since ``moe_stats(reset=True)``."""
         self.step = Account()
         """Training forwards of this optimizer step, until ``update_expert_bias``."""
+        self.steps = 0
+        """Optimizer steps begun."""
         self._versions: tuple[int, ...] = ()
         self._gradients = False
         """Has a backward made gradients since the step began?"""
@@ -87,6 +89,7 @@ class Accounts:
         gone = self._gradients and all(p.grad is None for p in parameters)
         if training and (versions != self._versions or gone):
             self.step.clear()
+            self.steps += 1
             self._versions, self._gradients = versions, False
         for name, buffer in running.items():
             since = self.step.sums.get(name)

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from moec import shards
 from moec.accounts import AUX_COUNTS, Accounts, expert_load, pending_groups
+from moec.delayed import Histories
 from moec.epilogue import Reduction, enter, to_local
 from moec.inputs import Call, bind, canonical, counts_as_tensors
 from moec.parameters import Parameters
@@ -85,6 +86,7 @@ class ParallelModule(Parameters):
         self.narrow_copies = NarrowCopies()
         self.once = Once()
         self.accounts = Accounts()
+        self.histories = Histories(self._mesh.world)
         self.last_sizes: dict[str, tuple[int, ...]] = {}
         """Shapes of this rank's inputs in the last forward, by path (what ``moec.explain`` states bytes for)."""
         super().train(source.training)
@@ -121,6 +123,8 @@ class ParallelModule(Parameters):
         self.last_sizes = {s.path: tuple(tensors[s.placeholder].shape) for s in program.inputs.values()}
         running = {f"{s.name.rpartition('.')[0]}:{AUX_COUNTS}": s.value for s in self._slots.values() if s.running}
         self.accounts.begin((s.value for s in self._slots.values() if s.spec.requires_grad), running, self.training)
+        past = {n: self._slots[s.name].value for n, s in program.params.items() if s.history}
+        tensors |= self.histories.enter(past, self.accounts.steps, self.training)
         results = self._scheduled(key, program, tensors) if program.step else self._recorded(key, program, tensors)
         self.accounts.forward(program, results, self.training)
         for x in results:
@@ -151,6 +155,7 @@ class ParallelModule(Parameters):
         slots = {name: self._slots[spec.name] for name, spec in program.params.items()}
         values = {n: self._enter(s, s.value) for n, s in slots.items()}
         trained = {n: Parameter(s.value, partial(self._leave, s)) for n, s in slots.items() if s.value.requires_grad}
+        trained |= {n: Parameter(tensors[n], lambda grad: grad) for n, s in slots.items() if s.spec.history}
         return self._runners[key](values | tensors, trained)
 
     def _leaf(self, spec: OutputSpec, local: Tensor) -> Tensor:
@@ -295,12 +300,12 @@ class ParallelModule(Parameters):
         return [(v, to_local(v)) for v in values]
 
     def _operands(self, program: Program, values: dict[str, Any]) -> Iterator[Any]:
-        """Placeholder values in order, to ``values`` of what is no parameter.  Trainable parameters come through the
-        gradient epilogue."""
+        """Placeholder values in order, to ``values`` of what is no parameter, or a history.  Trainable parameters come
+        through the gradient epilogue."""
         names = [n.name for n in program.placeholders()]
         trained = []
         for name in names:
-            if (spec := program.params.get(name)) is None:
+            if (spec := program.params.get(name)) is None or name in values:
                 continue
             slot = self._slots[spec.name]
             value = slot.value

@@ -304,8 +304,6 @@ class Plan:
                 "dropless routing; leave the choice to dispatch='auto'"
             )
         if isinstance(p := self.precision, Precision):
-            if p.fp8 == "delayed":
-                problems.append(f"precision={p.to_dict()}: delayed scaling is not built yet")
             if p.combine is not None and self.ep != 1 and self.dispatch in SUMMED_ON_THE_WAY:
                 problems.append(
                     f"precision.combine={p.combine!r} rounds the row of each pair, and dispatch={self.dispatch!r} "

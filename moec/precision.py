@@ -105,6 +105,11 @@ class Precision:
             problems.append(
                 f"combine='fp8' rounds gradients row by row, and fp8={self.fp8!r} has one scale for a whole tensor"
             )
+        if self.dispatch == "fp8" and self.fp8 == "delayed":
+            problems.append(
+                "dispatch='fp8' quantises tokens by themselves, and fp8='delayed' by what past steps were like; "
+                "dispatch='bf16' travels with any recipe"
+            )
         if self.fp8 is None and self.exclude != ENDS:
             problems.append(f"exclude={self.exclude!r} without an fp8 recipe")
         return problems

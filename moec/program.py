@@ -35,6 +35,8 @@ from moec.runtime.mesh import Mesh
 from moec.runtime.torch_compat import OpOverload, expr
 from moec.step import Step
 
+HISTORY = "_amax_history"
+"""What a history's name ends with (``moec.delayed``); before it stands a weight's."""
 EQUAL_LENGTHS = "equal_lengths"
 """Fact: the program computes with the global number of tokens, so all ranks must pass inputs of the same shape."""
 
@@ -62,6 +64,14 @@ class ParamSpec:
     initial: float | None = None
     """Of a buffer that a pass made, and the user's model lacks: what it is filled with at first.  It keeps its dtype
     whatever the model is cast to."""
+    history: bool = False
+    """A buffer of past magnitudes (``moec.delayed``): what arrives as its gradient are those of this step, a maximum
+    that is pending over all ranks."""
+
+    @property
+    def differentiable(self) -> bool:
+        """Does the graph's backward give it a gradient?"""
+        return self.history or (self.requires_grad and not self.buffer)
 
 
 @dataclass(frozen=True)

@@ -69,4 +69,4 @@ def _operand(program: Program, node: fx.Node) -> Tensor | None:
     if spec is None:
         return node.meta.get("val")  # a bound graph has one placeholder more, which is no tensor
     shape = local_shape(spec.shape, spec.types, program.mesh)
-    return torch.empty(shape, dtype=spec.dtype, requires_grad=spec.requires_grad and not spec.buffer)
+    return torch.empty(shape, dtype=spec.dtype, requires_grad=spec.differentiable)

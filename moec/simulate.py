@@ -77,6 +77,8 @@ def run(
         if any(p is None for p in parts):
             grads[name] = None
             continue
+        if param.history:  # what moec.delayed does
+            parts = [torch.stack(parts).amax(0)] * mesh.world
         if key := program.grad_reductions.get(name):
             parts = _reduce(parts, key, mesh)
         parts = [shards.trim(p, param.shape, param.types, mesh, r) for r, p in zip(ranks, parts, strict=True)]
@@ -94,7 +96,7 @@ def _rank_values(program: Program, params, inputs, mesh: Mesh, rank: int) -> dic
     for name, spec in program.params.items():
         local = shards.cut(params[name].detach(), spec.types, mesh, rank)
         local = shards.pad(local, spec.shape, spec.types, mesh).clone()
-        out[name] = local.requires_grad_(spec.requires_grad and not spec.buffer)
+        out[name] = local.requires_grad_(spec.differentiable)
     dp = mesh.role("dp")
     for name, ispec in program.inputs.items():
         x = inputs[name]

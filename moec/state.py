@@ -20,6 +20,7 @@ from moec import shards
 from moec.epilogue import to_local
 from moec.module import ParallelModule
 from moec.preflight import Report, require_same
+from moec.program import HISTORY
 from moec.runtime.errors import MoecError
 
 
@@ -47,7 +48,8 @@ def load_full_state_dict(model: ParallelModule, state: Mapping[str, Tensor]) -> 
     """Copy full tensors by original name into this rank's parts.
 
     Everything is checked first, on all ranks, and every problem is reported at once; nothing is changed unless all is
-    well.  Of tied names one suffices; where several are given they must agree.
+    well.  Of tied names one suffices; where several are given they must agree.  FP8's histories may be missing, and
+    those of products that are not FP8 here are passed over.
     """
     problems = _problems(model, state)
     model._agree(Report("", "load_full_state_dict", problems))
@@ -143,7 +145,7 @@ def _problems(model: ParallelModule, state: Mapping[str, Tensor]) -> list[str]:
     ]
     problems += [f"{name}: missing" for name in missing]
     for name in state:
-        if name not in model._names:
+        if name not in model._names and not name.endswith(HISTORY):  # of another recipe or plan
             near = difflib.get_close_matches(name, missing, n=1)
             problems.append(f"{name}: unknown" + (f" (did you mean {near[0]!r}?)" if near else ""))
     return problems

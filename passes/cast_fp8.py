@@ -17,7 +17,7 @@ Algorithm
     2. Operands are quantised once each, for all products that read them: ``moec::quantise``.  Where a tile's elements
        are on several ranks, ``moec::amax`` and a maximum over these ranks come before it, and for gradients, whose
        products are in the backward, ``moec::grad_amax`` behind the product, with taps that carry the maximum back to
-       it.
+       it.  The recipe ``delayed`` knows past steps' instead (``fp8_delayed.py``).
     3. ``aten::linear`` becomes ``moec::fp8_linear`` (a bias is added behind it), ``moec::grouped_mm``
        ``moec::fp8_grouped_mm``.
     4. Experts' rows are aligned (``fp8_rows.py``): every expert's begin at a multiple of what the recipe's kernels
@@ -26,12 +26,14 @@ Algorithm
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from moec.passes.contract import Pass, PassContract
+from moec.passes.fp8_delayed import Histories
 from moec.passes.fp8_rows import align
 from moec.passes.fp8_which import Which
 from moec.passes.typed import result, sweep, typed
@@ -49,9 +51,10 @@ aten, moec_ops = torch.ops.aten, torch.ops.moec
 
 def _run(program: Program, plan: Plan) -> Program:
     assert plan.precision is not None and plan.precision.fp8 is not None
-    recipe = Recipe.parse(plan.precision.fp8)
+    recipe = replace(Recipe.parse(plan.precision.fp8), margin=plan.precision.margin)
     which = Which(program, plan.precision)
-    cast = Cast(program, recipe)
+    histories = Histories(program, which, plan.precision.history, recipe) if recipe.name == "delayed" else None
+    cast = Cast(program, recipe, histories)
     for node in which.linears:  # 1
         cast.check(node)
         cast.linear(node)
@@ -65,8 +68,8 @@ def _run(program: Program, plan: Plan) -> Program:
 
 
 class Cast:
-    def __init__(self, program: Program, recipe: Recipe) -> None:
-        self.program, self.recipe, self.text = program, recipe, recipe.text()
+    def __init__(self, program: Program, recipe: Recipe, histories: Histories | None) -> None:
+        self.program, self.recipe, self.text, self.histories = program, recipe, recipe.text(), histories
         self.made: dict[tuple[fx.Node, str, fx.Node | None], list[fx.Node]] = {}
 
     # -- 1
@@ -111,7 +114,8 @@ class Cast:
         """``[carrier, q, scale, q_T, scale_T]`` of x, before ``at`` or wherever they were made first."""
         if (x, role, counts) not in self.made:
             both = self.program.training
-            amax = self.amax(at, x, role, counts, False)
+            amax = self.histories and self.histories.past(at, x, role)
+            amax = amax or self.amax(at, x, role, counts, False)
             amax_T = amax if self.recipe.shared == "tensor" or not both else self.amax(at, x, role, counts, True)
             args = (x, amax, amax_T if both else None, counts, self.text, role, both)
             node = typed(self.program, at, moec_ops.quantise.default, *args)
@@ -148,8 +152,9 @@ class Cast:
 
     def linear(self, node: fx.Node) -> None:
         x, w, *bias = node.args
+        past = self.histories and self.histories.note(node, x, w, "weight", None)
         y = self._product(node, moec_ops.fp8_linear.default, self.quantised(node, x, "rows"),
-                          self.quantised(node, w, "weight"), None)  # fmt: skip
+                          self.quantised(node, w, "weight"), None, past)  # fmt: skip
         if bias and bias[0] is not None:
             y = typed(self.program, node, aten.add.Tensor, y, bias[0])
         node.replace_all_uses_with(y)
@@ -157,15 +162,18 @@ class Cast:
 
     def grouped(self, node: fx.Node, x: fx.Node, counts: fx.Node) -> fx.Node:
         """The product, of aligned rows, that stands for ``node``; before it."""
+        past = self.histories and self.histories.note(node, x, node.args[1], "stack", counts)
         return self._product(node, moec_ops.fp8_grouped_mm.default, self.quantised(node, x, "rows", counts),
-                             self.quantised(node, node.args[1], "stack"), counts)  # fmt: skip
+                             self.quantised(node, node.args[1], "stack"), counts, past)  # fmt: skip
 
-    def _product(self, at: fx.Node, op, x: list[fx.Node], w: list[fx.Node], counts: fx.Node | None) -> fx.Node:
+    def _product(
+        self, at: fx.Node, op, x: list[fx.Node], w: list[fx.Node], counts: fx.Node | None, past: fx.Node | None
+    ) -> fx.Node:
         each = (False, True) if self.recipe.shared == "vector" else (False,)
         axes = {t: self._shared(at, "grad", t) if self.program.training and t in each else () for t in (False, True)}
-        shared = any(axes.values())
+        shared = any(axes.values()) and self.histories is None
         given = [] if counts is None else [counts]
-        args = (x[0], w[0], *given, *x[1:3], *w[1:3], *x[3:], *w[3:], None, self.text, shared)
+        args = (x[0], w[0], *given, *x[1:3], *w[1:3], *x[3:], *w[3:], past, self.text, shared)
         node = typed(self.program, at, op, *args)
         y, *taps = (result(self.program, node, i) for i in range(3))
         if not shared:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import fx
+from torch import Tensor, fx
 
+from moec.passes.shard.rule import differentiable
+from moec.passes.shard.rules import is_creation
 from moec.placement import R
 from moec.plan import matches
 from moec.precision import Precision
@@ -27,7 +29,7 @@ class Which:
         self.program = program
         products = [n for n in program.graph.nodes if op_name(n) in ("aten.linear", "moec.grouped_mm")]
         # By their parameters: tokens in chunks have a product each.
-        weighted = [name for n in products if (name := self._parameter(n.args[1])) is not None]
+        weighted = [name for n in products if (name := self.parameter(n.args[1])) is not None]
         self.last = weighted[-1] if weighted else None
         ends = {name: word for word, at in (("first", weighted[:1]), ("last", weighted[-1:])) for name in at}
         self.linears: list[fx.Node] = []
@@ -42,11 +44,11 @@ class Which:
                 self.experts.setdefault(node.args[2], []).append(node)
 
     def _where(self, node: fx.Node) -> str:
-        name = self._parameter(node.args[1])
+        name = self.parameter(node.args[1])
         return self.program.params[name].name.rpartition(".")[0] if name else node.meta.get("where", "")
 
     def _reason(self, node: fx.Node, precision: Precision, ends: dict[str, str]) -> str | None:
-        name = self._parameter(node.args[1])
+        name = self.parameter(node.args[1])
         if name is None:
             return "its weight is no parameter"
         spec = self.program.params[name]
@@ -63,11 +65,14 @@ class Which:
             return "it is a product with one vector"
         types = node.meta.get("types") or {}
         pending = [a for a, t in types.items() if t == R and node.meta["grad"]]
-        if self.program.training and pending:
+        delayed = precision.fp8 == "delayed"  # with and without training it has the same products, and their histories
+        if delayed and not any(map(self._trained, node.args[:2])):
+            return "delayed learns scales in the backward, and it has none"
+        if (self.program.training or delayed) and pending:
             return f"its gradient is a pending sum over {', '.join(pending)}"
         return None
 
-    def _parameter(self, node: fx.Node) -> str | None:
+    def parameter(self, node: fx.Node) -> str | None:
         """The placeholder of the parameter that a value is made of, by conversions and views alone."""
         while isinstance(node, fx.Node):
             if node.op == "placeholder":
@@ -83,6 +88,19 @@ class Which:
             else:
                 return None
         return None
+
+    def _trained(self, value: fx.Node) -> bool:
+        """Does a gradient go through it, whatever the mesh?"""
+        todo, seen = [value], set()
+        while todo:
+            node = todo.pop()
+            if node in seen or op_name(node) == "aten.detach" or not _floats(node) or is_creation(node):
+                continue
+            seen.add(node)
+            if node.name in self.program.params and self.program.params[node.name].requires_grad:
+                return True
+            todo += node.all_input_nodes
+        return False
 
     def _readers(self, node: fx.Node) -> Iterator[str]:
         """Ops that read a value, through views and conversions."""
@@ -105,8 +123,13 @@ class Which:
         if name != self.last:
             return False
         tables = [n.args[0] for n in self.program.graph.nodes if op_name(n) in ("aten.embedding", "moec.lookup")]
-        rows = {self.program.params[p].shape[0] for t in tables if (p := self._parameter(t)) is not None}
+        rows = {self.program.params[p].shape[0] for t in tables if (p := self.parameter(t)) is not None}
         return self.program.params[name].shape[0] in rows
+
+
+def _floats(node: fx.Node) -> bool:
+    val = node.meta.get("val")
+    return any(isinstance(v, Tensor) and differentiable(v) for v in (val if isinstance(val, (tuple, list)) else [val]))
 
 
 def _sources(node: fx.Node) -> Iterator[fx.Node]:

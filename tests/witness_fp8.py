@@ -174,10 +174,39 @@ def _own_rows(w, node, x, counts, *_):
     return w.einsum("...->...", x, linear_in=(0,))
 
 
+def _history(w, history: Tensor) -> None:
+    """The same on every rank: a rank of its own would scale by what it alone has seen."""
+    for a in w.axes.values():
+        if derived(history, a)[0] not in "IR":
+            raise spmd.SpmdTypeError(f"a history that is not the same on {a}")
+
+
+def _past_amax(w, node, history, row, x, recipe, role):
+    _history(w, history)
+    rules.ignore(history)
+    dims, shared = _tiles(w, x, Recipe.parse(recipe), role, False)
+    return _made(w, _no_sum(w, x), dims, dict.fromkeys(shared, spmd.R))
+
+
+def _note_amax(w, node, history, amax_x, amax_w):
+    """Of any part of the operands: the maximum over all ranks is taken where the histories' gradients arrive."""
+    _history(w, history)
+    rules.ignore(amax_x)
+    rules.ignore(amax_w)
+    return _made(w, history, [[], []], dict.fromkeys(w.axes.values(), spmd.R))
+
+
+def _fan_max(w, node, history, n):
+    _history(w, history)
+    return [_made(w, history, [[], []], dict.fromkeys(w.axes.values(), spmd.I)) for _ in range(n)]
+
+
 FP8: dict[str, Callable] = {
     "moec.amax": _amax, "moec.quantise": _quantise, "moec.dequantise": _dequantise, "moec.fp8_linear": _fp8_linear,
     "moec.fp8_grouped_mm": _fp8_grouped_mm, "moec.grad_amax": _grad_amax, "moec.align_rows": _own_rows,
     "moec.unalign_rows": _own_rows, "moec.turn": _turn,
     "moec.encode_rows": _encode_rows, "moec.decode_rows": _decode_rows,
     "moec.decode_operand": _decode_operand,
+    "moec.past_amax": _past_amax, "moec.note_amax": _note_amax,
+    "moec.fan_max": _fan_max,
 }  # fmt: skip

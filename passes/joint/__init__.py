@@ -83,7 +83,7 @@ class _Joint:
         outputs = list(self.program.graph.output_node().args[0])
         self._forward(pieces, values)
         tangents = {i: n for i, n in enumerate(outputs) if n in flows}
-        params = tuple(s.placeholder for s in self.program.params.values() if s.requires_grad and not s.buffer)
+        params = tuple(s.placeholder for s in self.program.params.values() if s.differentiable)
         grads = self._backward(pieces, tangents, params)
         self.forward.output((*(self.made[n] for n in outputs), *self.saved))
         self.backward.output(grads)
@@ -110,7 +110,7 @@ class _Joint:
             for node in program.graph.nodes:
                 if node.op == "placeholder":
                     spec = program.params.get(node.name)
-                    wanted = spec is not None and spec.requires_grad and not spec.buffer
+                    wanted = spec is not None and spec.differentiable
                     values[node] = local_placeholder(program, node, True).detach().requires_grad_(wanted)
                 elif node.op == "get_attr":
                     values[node] = mode.from_tensor(program.constants[node.target])  # type: ignore[union-attr]

@@ -2,6 +2,9 @@
 
 A tile whose elements several ranks have (M: a pending maximum) needs the largest magnitude over all of them before
 anything is quantised by it: ``moec::amax`` is M there, and ``moec::quantise`` takes only what has been reduced.
+
+Histories (the recipe ``delayed``) are the same on all ranks.  What arrives as their gradient is a maximum over a rank's
+part, pending on every axis: whoever runs the program takes it (``moec.delayed``).
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from moec.runtime.fp8 import Recipe
 
 FP8 = {
     "moec.amax", "moec.quantise", "moec.dequantise", "moec.grad_amax", "moec.fp8_linear", "moec.fp8_grouped_mm",
-    "moec.align_rows", "moec.unalign_rows", "moec.permute_quantised", "moec.fp8_grouped_act", "moec.turn",
+    "moec.align_rows", "moec.unalign_rows", "moec.permute_quantised", "moec.fp8_grouped_act", "moec.past_amax",
+    "moec.note_amax", "moec.fan_max", "moec.turn",
 }  # fmt: skip
 
 
@@ -101,6 +105,16 @@ class _OnAxis:
                 return self.results(x, w, self.dialect.product(self.on(x), self.on(w)), rest, "stack")
             case "fp8_grouped_act":
                 return self.act(*self.node.args)
+            case "past_amax":
+                history, _, x, recipe, role = self.node.args
+                self.history(history)
+                return [scale_type(Recipe.parse(recipe), role, False, x.meta["val"].ndim, self.value(x), R)]
+            case "note_amax":
+                self.history(self.node.args[0])
+                return [R]  # of any part of its tensor an amax will do
+            case "fan_max":
+                self.history(self.node.args[0])
+                return [self.on(self.node.args[0])] * self.node.args[1]
             case _:  # align_rows, unalign_rows
                 x, counts, *_ = self.node.args
                 self.counts(counts, self.on(x))
@@ -122,6 +136,13 @@ class _OnAxis:
                 where=self.node.meta.get("where", ""),
             )
         return self.on(x)
+
+    def history(self, x: fx.Node) -> None:
+        if self.on(x) != I:
+            raise MoecError(
+                f"{self.node.format_node()} reads a history of type {self.on(x)} on {self.axis}, not {I}",
+                where=self.node.meta.get("where", ""),
+            )
 
     def counts(self, counts: fx.Node | None, rows: Type) -> None:
         if counts is not None:

@@ -24,7 +24,7 @@ from ..fp8 import Recipe
 from .align_rows import padded, real_rows
 from .fp8_linear import quantised_grad, taps, working_dtype
 from .grouped_mm import grouped_mm, grouped_mm_wgrad
-from .quantise import values
+from .quantise import amax, values
 
 
 def _product(
@@ -123,18 +123,18 @@ def _setup(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, g, *reduced):
-    nothing = (None,) * 12
     if g is None:
-        return None, None, *nothing
+        return (None,) * 14
     counts_E, x_qT, x_sT, w_qT, w_sT, grad_amax = ctx.saved_tensors
-    need_x, need_w, *_ = ctx.needs_input_grad
+    need_x, need_w, *_, need_amax, _, _ = ctx.needs_input_grad
     g_q, g_s, g_qT, g_sT = quantised_grad(g, reduced, grad_amax, counts_E, ctx.recipe, ctx.shared, need_w)
     dx = dw = None
     if need_x:
         dx = fp8_grouped_dgrad(g_q, g_s, w_qT, w_sT, counts_E, ctx.recipe, ctx.dtypes[0])
     if need_w:  # in the layout that weights are stored in: [E, M, K]
         dw = fp8_grouped_wgrad(x_qT, x_sT, g_qT, g_sT, counts_E, ctx.recipe, ctx.dtypes[1]).transpose(1, 2)
-    return dx, dw, *nothing
+    found = amax(g, counts_E, ctx.recipe, "grad", False) if need_amax else None
+    return dx, dw, *(None,) * 9, found, None, None
 
 
 fp8_grouped_mm.register_autograd(_backward, setup_context=_setup)

@@ -7,7 +7,8 @@ Legend: N rows (all leading dims as one), K in and M out features; q and s are w
 * x [..., K] and w [M, K] are carriers: what counts of them is shape and dtype, and that gradients go to them.
 * y [..., M] in x's dtype: products of q · s, added up in fp32 (fp64 where x is).
 * Backward: the gradient g [..., M] is quantised, for dx along M, for dw along N; dx = g · w with ``w_qT``, dw = gᵀ · x
-  with ``x_qT``: three products in FP8.  ``grad_amax``: the largest magnitude that g's scale is made from (past steps').
+  with ``x_qT``: three products in FP8.  ``grad_amax``: the largest magnitude that g's scale is made from (past steps');
+  its gradient is that of g itself, of this rank's part.
 * ``shared``: ranks share g, so the largest magnitudes are found over all of them: what arrives as the *gradients* of
   ``tap`` and ``tap_T`` are these (``moec::grad_amax`` states them).  Without it the taps are empty.
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from ..errors import MoecError
 from ..fp8 import Recipe
+from .quantise import amax as amax_of
 from .quantise import quantise, scale_shape, values
 from .rows import accumulator
 
@@ -118,15 +120,15 @@ def _setup(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, g, *reduced):
-    nothing = (None,) * 11
     if g is None:
-        return None, None, *nothing
+        return (None,) * 13
     x_qT, x_sT, w_qT, w_sT, grad_amax = ctx.saved_tensors
-    need_x, need_w, *_ = ctx.needs_input_grad
+    need_x, need_w, *_, need_amax, _, _ = ctx.needs_input_grad
     g_q, g_s, g_qT, g_sT = quantised_grad(g, reduced, grad_amax, None, ctx.recipe, ctx.shared, need_w)
     dx = fp8_dgrad(g_q, g_s, w_qT, w_sT, ctx.recipe, ctx.dtypes[0]) if need_x else None
     dw = fp8_wgrad(g_qT, g_sT, x_qT, x_sT, ctx.recipe, ctx.dtypes[1]) if need_w else None
-    return dx, dw, *nothing
+    found = amax_of(g, None, ctx.recipe, "grad", False) if need_amax else None
+    return dx, dw, *(None,) * 8, found, None, None
 
 
 def quantised_grad(
