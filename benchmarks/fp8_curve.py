@@ -30,7 +30,7 @@ BATCH, LENGTH, LEARNING_RATE = 8, 64, 3e-3
 SEEDS = {"weights": 0, "batches": 1}
 RESULTS = ROOT / "benchmarks" / "results"
 
-RECIPES = ("current", "rowwise", "blockwise", "mxfp8")
+RECIPES = ("delayed", "current", "rowwise", "blockwise", "mxfp8")
 CURVES: dict[str, moec.Precision | None] = {
     "fp32": None,
     "bf16": moec.Precision(compute="bf16"),

@@ -292,7 +292,18 @@ def _epilogue(program: Program) -> list[CollectiveUse]:
             "epilogue",
         )
         for (key, dtype), n in buckets.items()
-    ]
+    ] + _magnitudes(program)
+
+
+def _magnitudes(program: Program) -> list[CollectiveUse]:
+    """What ``moec.delayed`` reduces: column 0 of every history, all in one."""
+    histories = [s for s in program.params.values() if s.history]
+    if not histories or not program.mesh.names:
+        return []
+    key, size = program.mesh.key(program.mesh.names), sum(s.shape[0] * s.dtype.itemsize for s in histories)
+    ranks = program.mesh.world
+    what = "largest magnitudes of the step"
+    return [CollectiveUse("m_to_i", "all_reduce", "epilogue", TRAFFIC[1], key, ranks, size, what, "epilogue")]
 
 
 def _placement(program: Program, spec: ParamSpec) -> Placement:

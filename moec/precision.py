@@ -57,7 +57,8 @@ class Precision:
     """Linears and experts that stay out of FP8: patterns of module paths (``*`` matches dots too), and ``first`` and
     ``last``, the first linear of the model and its last one (the head)."""
     history: int = 16
-    """``delayed``: of how many steps the largest value is taken."""
+    """``delayed``: of how many optimizer steps the largest magnitude is taken (Transformer Engine's
+    ``amax_history_len`` counts micro-batches).  Of the steps before: the first one has scales of 1."""
     margin: int = 0
     """``delayed``: powers of two left free above it."""
 

@@ -66,6 +66,7 @@ class Histories:
         program.params[node.name] = ParamSpec(
             node.name, name, shape, torch.float32, False, buffer=True, types=dict(types), initial=0.0, history=True
         )
+        program.layout_reasons[name] = "whole: every rank scales by the largest magnitudes of all"
         return node
 
     # -- 2
@@ -76,9 +77,7 @@ class Histories:
         args = (self.of[product], row, x, self.text, role)
         return self._without_gradient(typed(self.program, product, moec_ops.past_amax.default, *args))
 
-    def note(
-        self, product: fx.Node, x: fx.Node, w: fx.Node, role: str, counts: fx.Node | None
-    ) -> fx.Node | None:
+    def note(self, product: fx.Node, x: fx.Node, w: fx.Node, role: str, counts: fx.Node | None) -> fx.Node | None:
         """What the scales of the product's gradient are made from, before ``product``; its magnitudes, and those of x
         and w (a ``role``), are learnt.  None where there is no backward."""
         if not self.program.training:

@@ -19,6 +19,7 @@ from moec.program import Program, op_name
 from moec.runtime.collectives import collective, is_wait
 
 ROUTES = ("moec.route", "moec.route_counted")
+PENDING = "its gradient is a pending sum"
 VIEWS = ("aten.reshape", "aten._to_copy", "aten.transpose", "aten.t", "getitem", "moec.unpack", "moec.pack")
 
 
@@ -69,7 +70,7 @@ class Which:
         if delayed and not any(map(self._trained, node.args[:2])):
             return "delayed learns scales in the backward, and it has none"
         if (self.program.training or delayed) and pending:
-            return f"its gradient is a pending sum over {', '.join(pending)}"
+            return f"{PENDING} over {', '.join(pending)}"
         return None
 
     def parameter(self, node: fx.Node) -> str | None:

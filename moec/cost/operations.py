@@ -196,6 +196,7 @@ FORMULAS: dict[str, Formula] = {
     "moec.permute_backward": _gather(1),
     "moec.fp8_grouped_act": _fp8_grouped_act,
     "moec.permute_quantised": lambda n: (0, 2 * n.quantised + n.bytes(0, 1), 1),
+    "moec.past_amax": lambda n: (0, n.out + n.bytes(0), 1),  # of what it scales it reads the shape
     "moec.quantise": lambda n: (0, n.quantised + n.bytes(0, 1, 2), 1),
     "moec.unpermute": lambda n: (0, n.out + n.bytes(0, 1, 2), 1),
     "moec.unpermute_add": lambda n: (0, n.out + n.bytes(0, 1, 2, 3), 1),

@@ -28,7 +28,7 @@ from moec.runtime.fp8 import Recipe
 def _run(program: Program, plan: Plan) -> Program:
     precision = plan.precision
     assert precision is not None
-    if precision.fp8 is not None:
+    if precision.fp8 not in (None, "delayed"):  # whose histories are of whole tensors: gathered weights are noted whole
         commute_weights(program, Recipe.parse(precision.fp8))
     if precision.dispatch is not None:
         dispatch(program, precision.payload("dispatch"))

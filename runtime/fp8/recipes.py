@@ -12,6 +12,7 @@ recipe        activations, gradients       weights                     scales   
 ``mxfp8``     1 x 32 along the product     1 x 32 along the product    E8M0      E4M3       32
 ============  ===========================  ==========================  ========  =========  =========
 
+For ``delayed`` a stack of experts is one tensor, for ``current`` it is one for each expert.
 Whatever is not a gradient is E4M3.  "Along the product": along the dim that is summed over.  An operand of two products
 with different such dims is quantised twice, both times from its high-precision value (the second time ``transposed``).
 

@@ -1,9 +1,9 @@
 """``moec::note_amax``: what a step learns for a product's history (FP8's recipe ``delayed``).
 
-``note_amax(history [3, 1 + H], amax_x, amax_w) -> [1, 1]``: the largest magnitude of the product's past gradients, fp32,
-as ``moec::past_amax`` gives it: what an FP8 product takes as ``grad_amax``, for whose gradient it sends back how large
-the gradient was this time.  Backward: the history's gradient has in column 0, which is of the step under way, the
-largest magnitudes of this step: of the activations and the weight (``amax_x``, ``amax_w``: as ``moec::amax`` gives
+``note_amax(history [3, 1 + H], amax_x, amax_w) -> [1, 1]``: the largest magnitude of the product's past gradients,
+fp32, as ``moec::past_amax`` gives it: what an FP8 product takes as ``grad_amax``, for whose gradient it sends back how
+large the gradient was this time.  Backward: the history's gradient has in column 0, which is of the step under way,
+the largest magnitudes of this step: of the activations and the weight (``amax_x``, ``amax_w``: as ``moec::amax`` gives
 them, of this rank's part), and of the gradient.  It is 0 elsewhere.
 
 So all that a step learns of magnitudes arrives when the backward ends, as the gradients of the histories; nothing is
