@@ -31,9 +31,8 @@ from moec.capture.skeleton import replica
 from moec.compiler import compile_program, expanded
 from moec.grouped import PlainGroupedMM
 from moec.inputs import counts_as_tensors
-from moec.passes.fp8_which import PENDING
 from moec.plan import Plan
-from moec.program import ParamSpec, Program
+from moec.program import PENDING, ParamSpec, Program
 from moec.promote import Promoted, promote_program, up
 from moec.runtime.errors import MoecError
 from moec.runtime.fp8 import Recipe

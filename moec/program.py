@@ -37,6 +37,8 @@ from moec.step import Step
 
 HISTORY = "_amax_history"
 """What a history's name ends with (``moec.delayed``); before it stands a weight's."""
+PENDING = "its gradient is a pending sum"
+"""Why a product is not FP8 under a plan (``why_not``)."""
 EQUAL_LENGTHS = "equal_lengths"
 """Fact: the program computes with the global number of tokens, so all ranks must pass inputs of the same shape."""
 

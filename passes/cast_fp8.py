@@ -77,7 +77,7 @@ class Cast:
     def check(self, node: fx.Node) -> None:
         """Raise MoecError where an axis cuts a feature dim inside of a tile, or chunks one that holds all tokens."""
         whole = self.recipe.shared == "tensor" or (self.recipe.shared == "vector" and self.program.training)
-        if "chunk" in node.meta and whole:
+        if "chunk" in node.meta and whole and self.histories is None:
             tile = "all values" if self.recipe.shared == "tensor" else "a feature of all tokens (for weight gradients)"
             raise MoecError(
                 f"{self.recipe.name} scales {tile} together, and Overlap(chunks=…) computes the tokens of "

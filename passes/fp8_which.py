@@ -15,11 +15,10 @@ from moec.passes.shard.rules import is_creation
 from moec.placement import R
 from moec.plan import matches
 from moec.precision import Precision
-from moec.program import Program, op_name
+from moec.program import PENDING, Program, op_name
 from moec.runtime.collectives import collective, is_wait
 
 ROUTES = ("moec.route", "moec.route_counted")
-PENDING = "its gradient is a pending sum"
 VIEWS = ("aten.reshape", "aten._to_copy", "aten.transpose", "aten.t", "getitem", "moec.unpack", "moec.pack")
 
 

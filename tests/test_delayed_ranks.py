@@ -82,6 +82,12 @@ def test_chunks_share_a_history():
     assert any(not torch.equal(g, want.grads[n]) for n, g in got.grads.items() if n.endswith(HISTORY))
 
 
+def test_one_reduction_takes_all_magnitudes():
+    uses = [u for u in moec.explain(compiled((2, 1, 2, 1))).collectives if u.kind in ("m_to_i", "i_to_m")]
+    assert [(u.phase, u.ranks, u.bytes) for u in uses] == [("epilogue", 2, 7 * 3 * 4)]
+    assert not [u for u in moec.explain(compiled()).collectives if u.kind == "m_to_i"]
+
+
 def test_a_history_of_one_rank_is_caught():
     program = compiled((2, 1, 2, 1), "cast_fp8")
     history = next(n for n in program.placeholders() if n.name.endswith(HISTORY))
@@ -134,6 +140,8 @@ def on_processes(rank, world, second, options):
     return first, again, resharded, broken
 
 
+@pytest.mark.nightly  # four processes compile, on what may be two busy cores
+@pytest.mark.timeout(300)
 def test_processes_learn_what_one_rank_does(gloo4):
     """The histories of one rank on each of four, to the last bit; a checkpoint goes on with them under another plan."""
     model = model_of((1, 1, 1, 1))
