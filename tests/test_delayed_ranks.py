@@ -125,9 +125,9 @@ def train(model, seeds):
     return losses, {n: b.clone() for n, b in model.named_buffers() if n.endswith(HISTORY)}
 
 
-def on_processes(rank, world, second, options):
+def on_processes(rank, world, begun, second, options):
     """Histories after two steps, after one more, after one more under another plan, and without the reduction."""
-    model = model_of(FIRST)
+    model = model_of(begun)
     first = train(model, (1, 2))
     state = moec.full_state_dict(model)
     again = train(model, (3,))
@@ -147,7 +147,7 @@ def test_processes_learn_what_one_rank_does(gloo4):
     model = model_of((1, 1, 1, 1))
     steps = train(model, (1, 2)), train(model, (3,))
     own = []
-    for first, again, resharded, broken in gloo4.run(on_processes, SECOND, {"fsdp": True}, timeout=280):
+    for first, again, resharded, broken in gloo4.run(on_processes, FIRST, SECOND, {"fsdp": True}, timeout=280):
         for (losses, found), (want_losses, want) in ((first, steps[0]), (again, steps[1]), (resharded, steps[1])):
             assert losses == pytest.approx(want_losses, rel=1e-9)
             assert found.keys() == want.keys()
