@@ -68,7 +68,7 @@ def _run(program: Program, plan: Plan) -> Program:
 
 
 class Cast:
-    def __init__(self, program: Program, recipe: Recipe, histories: Histories | None) -> None:
+    def __init__(self, program: Program, recipe: Recipe, histories: Histories | None = None) -> None:
         self.program, self.recipe, self.text, self.histories = program, recipe, recipe.text(), histories
         self.made: dict[tuple[fx.Node, str, fx.Node | None], list[fx.Node]] = {}
 
