@@ -16,14 +16,16 @@ from moec.runtime.errors import MoecError
 from moec.runtime.mesh import Mesh
 
 degrees = st.sampled_from([1, 2, 3, 4, 6, 8])
+exclude = st.sampled_from([("first", "last"), (), ("*.mlp", "last")])
+compute = st.sampled_from(["fp32", "bf16"])
+payloads = st.sampled_from([None, "bf16"])
 precisions = st.builds(
-    Precision,
-    compute=st.sampled_from(["fp32", "bf16"]),
-    fp8=st.sampled_from(["delayed", "blockwise"]),
-    dispatch=st.sampled_from([None, "bf16", "fp8"]),
-    combine=st.sampled_from([None, "fp8"]),
-    exclude=st.sampled_from([("first", "last"), (), ("*.mlp", "last")]),
-)
+    Precision, compute=compute, fp8=st.just("blockwise"), dispatch=payloads | st.just("fp8"),
+    combine=payloads | st.just("fp8"), exclude=exclude,
+) | st.builds(
+    Precision, compute=compute, fp8=st.just("delayed"), dispatch=payloads, combine=payloads, exclude=exclude,
+    history=st.sampled_from([1, 16]), margin=st.sampled_from([0, 2]),
+)  # fmt: skip
 plans = st.builds(
     Plan,
     dp=st.none() | degrees,
@@ -68,7 +70,8 @@ def test_only_what_differs_from_the_defaults_is_written():
     [
         ({"compute": "fp16"}, "compute='fp16' is none of 'fp32', 'bf16'"),
         ({"fp8": "rowise", "dispatch": "int8"}, "fp8='rowise' is none of .*; dispatch='int8' is none of"),
-        ({"combine": "bf16"}, "combine='bf16'"),
+        ({"fp8": "delayed", "dispatch": "fp8"}, "dispatch='fp8' quantises tokens by themselves"),
+        ({"fp8": "delayed", "combine": "fp8"}, "combine='fp8' rounds gradients row by row"),
         ({"fp8": "delayed", "history": 0}, "history=0 is not an integer of at least 1"),
         ({"fp8": "current", "margin": 1}, "margin=1 is for fp8='delayed'"),
         ({"exclude": ["lm_head"]}, "without an fp8 recipe"),
