@@ -70,6 +70,7 @@ def test_only_what_differs_from_the_defaults_is_written():
     [
         ({"compute": "fp16"}, "compute='fp16' is none of 'fp32', 'bf16'"),
         ({"fp8": "rowise", "dispatch": "int8"}, "fp8='rowise' is none of .*; dispatch='int8' is none of"),
+        ({"combine": "fp16"}, "combine='fp16' is none of"),
         ({"fp8": "delayed", "dispatch": "fp8"}, "dispatch='fp8' quantises tokens by themselves"),
         ({"fp8": "delayed", "combine": "fp8"}, "combine='fp8' rounds gradients row by row"),
         ({"fp8": "delayed", "history": 0}, "history=0 is not an integer of at least 1"),
