@@ -3,13 +3,14 @@
 Contract
     requires   sharded; where products compute in FP8, fp8: what arrives becomes their operands
     provides   commuted: gathers of FP8 weights, and rows that ``Precision.dispatch`` or ``combine`` name, carry bytes
-    preserves  operands and scales of weights, to the bit.  Rows are rounded on their way where a plan asks for it, at
-               any number of ranks, one among them, and so all of them compute the same
+    preserves  operands and scales of weights and of gathered rows, to the bit.  Rows are rounded on their way where a
+               plan asks for it, at any number of ranks, one among them, and so all of them compute the same
     never      rounds twice what an FP8 product reads; moves what somebody reads in high precision
 
 A rewrite each:
 
 ``weights``    FP8 weights that FSDP gathers
+``sequence``   rows that sequence parallelism gathers for FP8 products
 ``dispatch``   tokens on their way to their experts (``Precision.dispatch``)
 ``combine``    results on their way back, and their gradients (``Precision.combine``)
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from moec.passes.commute_quantise.combine import combine
 from moec.passes.commute_quantise.dispatch import dispatch
+from moec.passes.commute_quantise.sequence import sequence
 from moec.passes.commute_quantise.weights import commute_weights
 from moec.passes.contract import Pass, PassContract
 from moec.plan import Plan
@@ -30,6 +32,7 @@ def _run(program: Program, plan: Plan) -> Program:
     assert precision is not None
     if precision.fp8 not in (None, "delayed"):  # whose histories are of whole tensors: gathered weights are noted whole
         commute_weights(program, Recipe.parse(precision.fp8))
+        sequence(program, Recipe.parse(precision.fp8))
     if precision.dispatch is not None:
         dispatch(program, precision.payload("dispatch"))
     if precision.combine is not None:

@@ -15,12 +15,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from moec.passes.cast_fp8 import Cast
 from moec.passes.commute_quantise.moves import PERMUTES, Pair, decode, encode, is_move, moved_by, through
+from moec.passes.commute_quantise.operands import as_operand, largest
 from moec.passes.shard.rule import is_getitem
-from moec.passes.typed import typed
 from moec.program import Program, op_name
-from moec.runtime.collectives import is_start, is_wait
 from moec.runtime.fp8 import Recipe
 from moec.runtime.fp8.payload import BF16
 
@@ -63,12 +61,7 @@ class _Dispatch:
         while is_getitem(x) and op_name(x.args[0]) == "moec.split_tokens":
             x, at = x.args[0].args[0], x.args[0]
         if x not in self.largest:
-            found = Cast(self.program, self.recipe).amax(at, x, "rows", None, False)
-            if found is None:  # this rank has all of it
-                args = (x, None, self.payload, "rows", False)
-                found = typed(self.program, at, moec_ops.amax.default, *args)
-                found.meta["grad"] = False
-            self.largest[x] = found
+            self.largest[x] = largest(self.program, self.recipe, at, x)
         return self.largest[x]
 
     # -- 2
@@ -86,30 +79,10 @@ class _Dispatch:
     def _read(self, pair: Pair, amax: fx.Node | None, readers: list[fx.Node]) -> None:
         for user in readers:
             if user.target is moec_ops.quantise.default and user.args[4] == self.payload:
-                self._operand(user, pair, amax)
+                as_operand(user, pair, amax)
         # A maximum that nobody needs any more is gone.
         if others := [u for u in pair.data.users if u in readers and u.target is not moec_ops.decode_operand.default]:
             first = min(others, key=list(self.program.graph.nodes).index)
             value = decode(self.program, first, pair, amax, self.payload)
             for user in others:
                 user.replace_input_with(pair.data, value)
-
-    def _operand(self, quantise: fx.Node, pair: Pair, amax: fx.Node | None) -> None:
-        _, given, given_T, counts, recipe, _, both = quantise.args
-        if amax is not None and given_T is not None:  # one scale for both layouts
-            given_T = amax
-        quantise.target = moec_ops.decode_operand.default
-        quantise.args = (pair.data, pair.carrier, amax, given_T, counts, recipe, both)
-        if given is not None:
-            _erase(given)
-
-
-def _erase(node: fx.Node) -> None:
-    """``node``, and what it alone reads, if nobody reads it: a maximum that is not needed is not communicated."""
-    if node.users or node.op != "call_function":
-        return
-    read = dict.fromkeys(node.all_input_nodes)
-    node.graph.erase_node(node)
-    for source in read:
-        if is_wait(node.target) or is_start(source.target) or op_name(source) == "moec.amax":
-            _erase(source)

@@ -185,7 +185,7 @@ class _OnAxis:
             self.operands(x, of, (x_q, x_s, w_q[i], w_s[i], x_qT, x_sT, w_qT[i], w_sT[i]), found, "stack")
             y = self.dialect.product(self.on(x), self.on(of))
             self.no_sum(x, y)
-            if scale_type(found, "grad", False, 2, y, M) == M or scale_type(found, "grad", True, 2, y, M) == M:
+            if both and M in (scale_type(found, "grad", t, 2, y, M) for t in (False, True)):
                 raise MoecError(
                     f"{self.node.format_node()} makes scales of this rank's part of a gradient, of {y} on {self.axis}",
                     where=self.node.meta.get("where", ""),

@@ -56,6 +56,8 @@ def check_pairs(node: fx.Node) -> None:
         return
     if name in ("moec.decode_rows", "moec.decode_operand"):
         data, carrier = node.args[:2]
+        while op_name(data) == op_name(carrier) == "aten.reshape" and data.args[1][:-1] == carrier.args[1][:-1]:
+            data, carrier = data.args[0], carrier.args[0]
         _require(node, _data_of(carrier) == _name(data), "its bytes and its carrier are two payloads'")
         return
     carrier, data, *rest = node.args
