@@ -50,6 +50,23 @@ def cases(tiny: bool) -> list[Case]:
         names = ",".join(str(t.dtype).removeprefix("torch.") for t in (a, b))
         return ops.unpack_bytes(flat, 1, [1, 0], [True, False], [2, *a.shape, 2, *b.shape], names)
 
+    def sent(move: str, a: Tensor, *rest: Any) -> list[Tensor]:
+        """Rows as a payload through a move and back."""
+        carrier, data = ops.encode_rows(a, None, "blockwise", "rows")
+        if move == "rows":
+            data, _, at = ops.permute(data, *rest)
+            rest = (at,)
+        elif move != "home":
+            data = getattr(ops, {"sorted": "sort_chunks", "swapped": "swap_chunks", "aligned": "align_rows"}[move])(
+                data, *rest
+            )
+        carrier = getattr(ops, f"carry_{move}")(carrier, data, *rest)
+        return ops.decode_rows(data, carrier, None, "blockwise", "rows")
+
+    def operand(a: Tensor) -> list[Tensor]:
+        carrier, data = ops.encode_rows(a.detach(), None, "blockwise", "rows")
+        return [t.float() for t in ops.decode_operand(data, carrier, None, None, None, "blockwise", True)[1:]]
+
     ids = torch.stack([torch.randperm(E - 1, generator=gen)[:K] for _ in range(T)])  # the last expert gets nothing
     holes = ids.masked_fill(torch.rand(T, K, generator=gen) < 0.2, -1)
     weights = torch.rand(T, K, generator=gen) + 0.1
@@ -155,6 +172,18 @@ def cases(tiny: bool) -> list[Case]:
         Case("pack_empty", ("pack_empty",), lambda a, b: ops.pack_empty([a, b], 1, [0, 1]), (x(4, 6), x(3, 8))),
         Case("pack_bytes", ("pack_bytes", "unpack_bytes"), in_bytes, (x(4, 6), x(3, 8))),
         Case("turn", ("turn",), lambda a: ops.turn(a.detach().to(torch.float8_e4m3fn), "weight").float(), (x(T, H),)),
+        *(Case(f"payload, {move}", ("encode_rows", "decode_rows", f"carry_{move}"),
+               lambda a, *rest, move=move, more=more: sent(move, a, *rest, *more), inputs, limit=0.08)
+          for move, inputs, more in (
+              ("rows", (x(T, H), ids), (E,)), ("sorted", (x(int(chunks.sum()), H), chunks), (False,)),
+              ("swapped", (x(12 * 5, H),), (3, 4)), ("aligned", (x(T * K, H), fewer), (16,)),
+              ("home", (x(T, H),), ("",)),
+          )),
+        Case("decode_operand", ("decode_operand",), operand, (x(T, H),), limit=0.08),
+        Case("fan_max", ("fan_max",), lambda a: ops.fan_max(a, 2), (x(1, 1),)),
+        Case("past_amax", ("past_amax",), lambda h, a: ops.past_amax(h, 0, a, "delayed", "rows"),
+             (x(3, 5).abs(), x(T, H))),
+        Case("note_amax", ("note_amax",), ops.note_amax, (x(3, 5).abs(), x(1, 1).abs(), x(1, 1).abs()), ("float32",)),
         Case("align_rows", ("align_rows", "unalign_rows"),
              lambda a, c: (b := ops.align_rows(a, c, 16), ops.unalign_rows(b, c, 16, T * K)), (x(T * K, H), fewer)),
     ]  # fmt: skip

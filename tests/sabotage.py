@@ -152,4 +152,4 @@ def wrong_duals(program: Program) -> Iterator[tuple[str, dict[str, Collective]]]
 def _interchangeable(dual: str, other: str) -> bool:
     """Another movement of data, of the same signature.  Kinds that move alike are one backward."""
     a, b = TABLE[dual].primitive, TABLE[other].primitive
-    return a != b and not {a, b} & {"exchange", "equal", "counts", "all_to_all", "all_reduce_max"}
+    return a != b and not {a, b} & {"exchange", "equal", "counts", "all_to_all", "all_reduce_max", "carry"}
