@@ -1,6 +1,8 @@
 """chunks: how many token chunks ``Overlap(chunks="auto")`` means, by the cost model.
 
-1. The program is compiled with 1, 2, 4 … chunks, each scheduled as it would run, and its step is predicted.
+1. The program is compiled with 1, 2, 4 … chunks, each scheduled as it would run, and its step is predicted.  What a
+   number of chunks is refused for (an FP8 recipe that scales all tokens together, a bound of memory) rules out that
+   number, not the plan.
 2. It stops where more chunks are no longer faster, and takes the fastest; of those as fast (within ``SAME``), the one
    with the fewest.  What was compared is in ``why_not``.
 
@@ -27,28 +29,25 @@ def choose(plan: Plan, compiled: Callable[[Plan], Program], shapes: Mapping[str,
     """The plan with a number of chunks, and what was compared.  ``compiled``: gives the program of a plan.  ``shapes``:
     sizes of a rank's inputs, by path, as the program calls them.
 
-    Raises MoecError if no candidate can be scheduled within ``Overlap.memory_gb``."""
+    Raises MoecError, that of one chunk, if every candidate is refused, within ``Overlap.memory_gb`` for instance."""
     overlap = plan.overlap
     assert overlap is not None
     found: dict[int, float] = {}
-    refused: MoecError | None = None
+    refused: dict[int, MoecError] = {}
     for n in CANDIDATES:  # 1
         candidate = replace(plan, overlap=replace(overlap, chunks=n))
         try:
             found[n] = step_seconds(compiled(candidate), overlap.cluster, shapes)
         except MoecError as e:
-            if e.where != "plan.overlap":
-                raise
-            refused = e
+            refused[n] = e
             continue
         if found[n] > min(found.values()) * (1 + SAME):  # 2
             break
     if not found:
-        assert refused is not None
-        raise refused
+        raise refused[1]
     least = min(found.values())
     best = next(n for n in CANDIDATES if found.get(n, float("inf")) <= least * (1 + SAME))
-    said = ", ".join(f"{n}: {s * 1e3:.3f} ms" for n, s in found.items())
+    said = ", ".join([f"{n}: {s * 1e3:.3f} ms" for n, s in found.items()] + [f"{n}: {e}" for n, e in refused.items()])
     return replace(plan, overlap=replace(overlap, chunks=best)), f"chunks=auto is {best}; predicted steps are {said}"
 
 

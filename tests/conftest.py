@@ -31,3 +31,15 @@ def gloo4():
     pool = Pool(4)
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def failing_compiler(monkeypatch, tmp_path):
+    """``MOEC_CC`` names a C compiler that says "no such target" and fails; gives the directory of what is compiled."""
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\necho no such target >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("MOEC_CC", str(broken))
+    kernels = tmp_path / "kernels"
+    monkeypatch.setenv("MOEC_KERNELS", str(kernels))
+    return kernels

@@ -64,3 +64,13 @@ def test_what_fits_nowhere_is_refused(files):
     plan = moec.Plan(dp=2, ep=2, overlap=moec.Overlap(chunks="auto", cluster=files[0], memory_gb=1e-6))
     with pytest.raises(moec.MoecError, match="memory_gb"):
         moec.compile_program(grid.build("plain"), plan, 2, (), grid.batch(), training=True)
+
+
+def test_what_a_number_of_chunks_is_refused_for_rules_out_that_number(files):
+    """``current`` scales all tokens together."""
+    overlap = moec.Overlap(chunks="auto", cluster=files[0])
+    plan = moec.Plan(dp=2, ep=2, overlap=overlap, precision=moec.Precision(fp8="current"))
+    program = moec.compile_program(grid.build("plain"), plan, 2, (), grid.batch(B=8, S=32), training=True)
+    line = next(w for w in program.why_not if w.startswith("chunks=auto"))
+    assert line.startswith("chunks=auto is 1;") and "2: " in line and "scales all values together" in line
+    assert chunks_of(program) == 1

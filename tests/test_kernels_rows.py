@@ -41,6 +41,17 @@ def test_permute_is_the_cpu_op_to_the_bit(routing, dtype, H, quantise, alignment
     same(got[2], ops.permute_aligned(x, ids, E, alignment, quantise))
 
 
+@pytest.mark.parametrize("H", [1, 132])
+def test_bytes_are_permuted_as_they_are(H):
+    """An FP8 payload's rows."""
+    ids, E = torch.tensor([[2, 0], [0, 3], [-1, 2]]), 5
+    x = torch.randint(0, 256, (len(ids), H), dtype=torch.uint8)
+    with repaired():
+        got = permute.permute(x, ids, E), permute.kept(x, ids, E)
+    same(got[0], ops.permute(x, ids, E))
+    same(got[1], ops.permute_kept(x, ids, E))
+
+
 @SOME
 @given(routings(), st.sampled_from(DTYPES), st.sampled_from([1, 33, 2050]), st.integers(0, 2), st.integers(0, 3))
 def test_unpermute_is_the_cpu_op(routing, dtype, H, addends, extra):

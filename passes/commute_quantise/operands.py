@@ -32,15 +32,15 @@ def as_operand(quantise: fx.Node, pair: Pair, amax: fx.Node | None) -> None:
     quantise.target = moec_ops.decode_operand.default
     quantise.args = (pair.data, pair.carrier, amax, given_T, counts, recipe, both)
     if given is not None:
-        _erase(given)
+        erase_maximum(given)
 
 
-def _erase(node: fx.Node) -> None:
-    """``node``, and what it alone reads, if nobody reads it: a maximum that is not needed is not communicated."""
+def erase_maximum(node: fx.Node) -> None:
+    """``node``, a maximum, and what it alone reads, if nobody reads it: what is not needed is not communicated."""
     if node.users or node.op != "call_function":
         return
     read = dict.fromkeys(node.all_input_nodes)
     node.graph.erase_node(node)
     for source in read:
         if is_wait(node.target) or is_start(source.target) or op_name(source) == "moec.amax":
-            _erase(source)
+            erase_maximum(source)

@@ -22,11 +22,12 @@ import torch
 from torch import fx
 
 from moec.passes.cast_fp8 import Cast
+from moec.passes.commute_quantise.operands import erase_maximum
 from moec.passes.typed import bring_before, dtype_of, result, sweep, typed
 from moec.passes.units import behind, gather_starts, packed_types, parameter_of, unit_names
 from moec.placement import R, Types, local_shape
 from moec.program import Program, op_name
-from moec.runtime.collectives import CARRY_PARAMETERS, LOW_GATHER, TABLE, collective, group_of, is_wait
+from moec.runtime.collectives import CARRY_PARAMETERS, LOW_GATHER, TABLE, group_of
 from moec.runtime.errors import MoecError
 from moec.runtime.fp8 import Recipe
 from moec.runtime.ops.pack import flatten_shapes
@@ -231,14 +232,11 @@ class _Bucket:
     def _operands(self, w: Weight, x: fx.Node) -> list[fx.Node]:
         """``q, scale, q_T, scale_T``; there is no carrier: the gathered one has the gradient."""
         twice = w.layouts == 2 and w.quantise.args[6]
-        amaxes = list(w.quantise.args[1:3])
-        if all(n is None or _maximum(n) is not None for n in amaxes):  # of this weight: over the ranks of FSDP too
-            cast, tensor = Cast(self.program, self.recipe), self.recipe.shared == "tensor"
-            amaxes[0] = cast.amax(self.at, x, w.role, None, False)
-            amaxes[1] = None if not twice else amaxes[0] if tensor else cast.amax(self.at, x, w.role, None, True)
-        else:  # of past steps
-            bring_before([n for n in amaxes if n is not None], self.at)
-        args = (x, *amaxes, None, self.recipe.text(), w.role, twice)
+        cast = Cast(self.program, self.recipe)  # over the ranks of FSDP too
+        amax = cast.amax(self.at, x, w.role, None, False)
+        tensor = self.recipe.shared == "tensor"
+        amax_T = None if not twice else amax if tensor else cast.amax(self.at, x, w.role, None, True)
+        args = (x, amax, amax_T, None, self.recipe.text(), w.role, twice)
         node = typed(self.program, self.at, moec_ops.quantise.default, *args)
         made = [result(self.program, node, i) for i in range(1, 5)]
         for n in made:
@@ -292,23 +290,13 @@ class _Bucket:
     def _put(self, w: Weight, operands: dict[int, fx.Node]) -> None:
         """In the place of what was quantised whole."""
         graph = self.program.graph
-        amaxes = [n for n in (*w.quantise.args[1:3],) if n is not None]
+        amaxes = [n for n in w.quantise.args[1:3] if n is not None]
         for item in list(w.quantise.users):
             item.replace_all_uses_with(operands[item.args[1]])
             graph.erase_node(item)
         graph.erase_node(w.quantise)
-        for wait in dict.fromkeys(amaxes):
-            if (source := _maximum(wait)) is not None and not wait.users:
-                start = wait.args[0]
-                for dead in (wait, start, source) if is_wait(wait.target) else (wait,):
-                    graph.erase_node(dead)
+        for amax in dict.fromkeys(amaxes):
+            erase_maximum(amax)
         for view in reversed(w.views):
             sweep(view)
         graph.erase_node(w.wait)
-
-
-def _maximum(amax: fx.Node) -> fx.Node | None:
-    """The ``moec::amax`` behind what a quantise is given, None if it is state."""
-    while is_wait(amax.target) or collective(amax.target) is not None:
-        amax = amax.args[0]
-    return amax if op_name(amax) == "moec.amax" else None

@@ -2,7 +2,7 @@
 multiplied in bf16 or fp32 (the ops' ``on_any_device``).
 
 ``tensor``: ``torch.nn.functional.scaled_mm`` with one scale an operand; ``rows``: with one for each row and column;
-``grouped``: ``torch._scaled_grouped_mm``, which has that of rows and columns alone.  Not in the table:
+``grouped``: ``torch_compat.SCALED_GROUPED_MM``, which has that of rows and columns alone.  Not in the table:
 
 * tiles of 1 x 128 in linears: torch wants their scales transposed and padded, and has them on compute capability 9.0
   alone; in groups it has none;

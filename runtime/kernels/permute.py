@@ -28,6 +28,7 @@ from .template import fill
 __all__ = ["QUANTISE", "aligned", "kept", "launch", "named", "permute", "places", "source", "warps"]
 
 ZERO_ROWS = 16
+STORAGE = {**TRITON, torch.uint8: "tl.uint8"}  # bytes: the payloads of FP8 dispatch
 
 TEMPLATE = '''"""Permute rows of <columns> columns, <choices> choices a token, quantise <quantise>."""
 
@@ -96,7 +97,7 @@ def source(choices: int, columns: int, dtype: torch.dtype, quantise: str) -> str
         text = text.replace(f"<{name}>", str(value))
     return fill(
         TEMPLATE, choices=choices, columns=columns, columns_pad=columns_pad, quantise=quantise, zero_rows=ZERO_ROWS,
-        storage=TRITON[dtype] if quantise == "none" else "tl.float8e4nv",
+        storage=STORAGE[dtype] if quantise == "none" else "tl.float8e4nv",
         quantise_row=text.strip().splitlines(), store_scales=stores, store_ones=ones,
     )  # fmt: skip
 

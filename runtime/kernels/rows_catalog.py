@@ -16,7 +16,10 @@ from .entry import Entry
 from .experts_catalog import CLAMPED, GELU, SEPARATE, SWIGLU
 from .router import Router
 
-TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv", torch.int64: "i64"}
+TYPES = {
+    torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv", torch.int64: "i64",
+    torch.uint8: "u8",
+}  # fmt: skip
 
 ROUTERS = {
     "qwen3_moe": Router(RouteSpec(128, 8, normalize=True), torch.float32, counted=True),
@@ -62,17 +65,17 @@ def _rows(arch: str) -> list[Entry]:
     sizes = (("num_tokens", "i32:16"), ("num_rows", "i32:16"))
     for name, (K, H) in WIDTHS.items():
         nightly = name != "qwen3_moe"
-        for quantise in ("none",) if arch == "gfx942" else permute.QUANTISE:
-            rows = "*bf16:16" if quantise == "none" else "*fp8e4nv:16"
+        fp8 = () if arch == "gfx942" else permute.QUANTISE[1:]
+        for what, dtype, rows in (
+            ("none", BF16, "*bf16:16"), ("bytes", torch.uint8, "*u8:16"), *((q, BF16, "*fp8e4nv:16") for q in fp8),
+        ):  # fmt: skip
             arguments: tuple[tuple[str, str], ...] = (
-                ("x_ptr", "*bf16:16"), ("row_of_ptr", "*i64:16"), ("named_ptr", "*u8:16"), ("rows_ptr", rows),
-                ("scales_ptr", "*fp32:16"), *sizes,
+                ("x_ptr", f"*{TYPES[dtype]}:16"), ("row_of_ptr", "*i64:16"), ("named_ptr", "*u8:16"),
+                ("rows_ptr", rows), ("scales_ptr", "*fp32:16"), *sizes,
             )  # fmt: skip
-            source = permute.source(K, H, BF16, quantise)
+            source = permute.source(K, H, dtype, what if what in fp8 else "none")
             warps = permute.warps(H)
-            found.append(
-                Entry(f"permute {name} {quantise}", source, "permute", arguments, warps=warps, nightly=nightly)
-            )
+            found.append(Entry(f"permute {name} {what}", source, "permute", arguments, warps=warps, nightly=nightly))
         for addends, weights in ((0, None), (0, torch.float32), (1, torch.float32)):
             arguments = (
                 ("rows_ptr", "*bf16:16"), ("weights_ptr", "*fp32:16" if weights else "*i64:16"),

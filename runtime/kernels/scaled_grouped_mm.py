@@ -1,4 +1,4 @@
-"""FP8 products of experts on a GPU that has them (``fp8_ways.py``): ``torch._scaled_grouped_mm``.
+"""FP8 products of experts on a GPU that has them (``fp8_ways.py``): ``SCALED_GROUPED_MM``.
 
 Legend: N rows, E experts, K and M in and out features.
 
