@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     for size in ("experts", "hidden", "width", "top-k", "tokens"):
         p.add_argument(f"--{size}", type=int, required=True)
     p.add_argument("--dtype", default="bfloat16")
+    p.add_argument("--fp8", metavar="RECIPE", help="the FP8 products of a recipe, instead of those of the dtype")
     p.add_argument("--table", type=Path, metavar="TILES.json", help="default: the user's cache directory")
     p.set_defaults(run=_tune)
     return parser
@@ -139,7 +140,7 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 def _tune(args: argparse.Namespace) -> int:
     sizes = {k: getattr(args, k) for k in ("experts", "hidden", "width", "top_k", "tokens")}
-    for f in moec.tune(**sizes, dtype=args.dtype, table=args.table):
+    for f in moec.tune(**sizes, dtype=args.dtype, fp8=args.fp8, table=args.table):
         print(f"{f.family:16} {f.shape.key():40} {f.tile} {f.milliseconds:.3f} ms, best of {f.tried}")
     return 0
 

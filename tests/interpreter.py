@@ -9,6 +9,7 @@ wrong result):
   once at the end (a GPU rounds at every step: kernels upcast before they reduce);
 * conversions to bf16 and fp8 round to nearest even, like torch's;
 * ``tl.fma`` rounds once; ``tl.dot`` of fp32 with the default precision loses the bits that tf32 loses;
+* ``tl.dot_scaled`` is there: of blocks with E8M0 scales for 32 elements, both of them;
 * ``tl.minimum``, ``tl.maximum``, ``tl.clamp`` drop NaN where the kernel does not ask for it, ``tl.histogram`` drops
   what lies outside of its bins;
 * a load or store outside of its tensor raises, and so do two programs that race (tests/traffic.py);
@@ -117,6 +118,13 @@ class Builder(stock.InterpreterBuilder):
         if input_precision == ir.INPUT_PRECISION.TF32 and a.dtype.scalar == tl.float32:
             a_MK, b_KN = tf32(a_MK), tf32(b_KN)
         return self._result(np.matmul(a_MK, b_KN, dtype=d_MN.dtype) + d_MN, d.dtype.scalar)
+
+    def create_dot_scaled(self, a, a_scale, a_format, b, b_scale, b_format, fast_math, a_pack, b_pack, d):
+        # Scales [M, K / 32] and [N, K / 32] are exponents.
+        power_M, power_N = (np.ldexp(np.float32(1), s.data.astype(np.int32) - 127) for s in (a_scale, b_scale))
+        a_MK = wide(a).astype(np.float32) * np.repeat(power_M, 32, 1)
+        b_KN = wide(b).astype(np.float32) * np.repeat(power_N, 32, 1).T
+        return self._result(np.matmul(a_MK, b_KN, dtype=d.data.dtype) + d.data, d.dtype.scalar)
 
     def create_histogram(self, data, bins, mask):
         inside = (data.data >= 0) & (data.data < bins)
@@ -233,8 +241,15 @@ def repaired(overflow: bool = False) -> Iterator[Traffic]:
         # The stock one does not know all of them.
         scope.set_attr(lang.dtype, "to_ir", lambda self, builder: self if self in NARROW else to_ir(self, builder))
 
+    dot_scaled = stock.TritonSemantic.dot_scaled
+
+    def with_formats(self, a, a_scale, a_format, b, b_scale, b_format, *rest):
+        # A kernel that is interpreted names formats by strings, which a compiler would have wrapped.
+        return dot_scaled(self, a, a_scale, tl.constexpr(a_format), b, b_scale, tl.constexpr(b_format), *rest)
+
     with ExitStack() as stack:
         for owner, name, value in (
+            (stock.TritonSemantic, "dot_scaled", with_formats),
             (stock, "GridExecutor", Grid),
             (stock, "ReduceOps", Reduce),
             (stock, "ScanOps", Scan),

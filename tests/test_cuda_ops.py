@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from moec.runtime.kernels import scaled_grouped_mm, scaled_mm, scaled_rows
 from moec.runtime.torch_compat import custom_ops, kernel
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -79,6 +80,19 @@ def test_it_stays_on_the_device(no_launches, name):
     assert calls.found
     waited = {op.removeprefix("moec::") for op, args in calls.found if on_device(op, args)}
     assert waited <= set(WAITS), "an op waits for the GPU"
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("fp8_")])
+def test_generated_fp8_products_stay_on_the_device(no_launches, monkeypatch, name):
+    """As a B200 has them: it has a generated one for every recipe."""
+    for module in (scaled_mm, scaled_grouped_mm):
+        monkeypatch.setattr(module, "capability", lambda x: (10, 0))
+    ran = []
+    monkeypatch.setattr(scaled_rows, "launch", lambda spec, *tensors: ran.append(spec))
+    with Calls() as calls:
+        gpu_cases.outputs(CASES[name], "cpu", torch.float32, torch.float32)
+    assert not any(on_device(op, args) for op, args in calls.found)
+    assert ran or name == "fp8_linear, current", "which torch multiplies"
 
 
 def test_every_op_has_a_kernel_for_cuda():

@@ -1,4 +1,4 @@
-"""FP8 products of experts as torch computes them on a GPU: what it is given, without one.
+"""Which FP8 products a GPU computes how; and what torch is given for experts on one, without it.
 
 Legend: N rows, E experts, K and M in and out features.
 """
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moec.runtime.fp8 import RECIPES, Recipe
 from moec.runtime.kernels import fp8_ways, scaled_grouped_mm
 from moec.runtime.torch_compat import SCALED_GROUPED_MM
 
@@ -47,19 +48,15 @@ def reference(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, offs: T
     return y.to(out_dtype)
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "current", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["rowwise", "current", "blockwise", "mxfp8"])
 def test_products_are_the_cpu_ops(monkeypatch, recipe):
-    """In the layouts that the three products have; rows of nobody, and experts without rows, give zeros."""
+    """In the layouts that the three products have, by torch and by generated kernels; rows of nobody, and experts
+    without rows, give zeros."""
+    repaired = pytest.importorskip("interpreter", exc_type=ImportError).repaired
     calls = []
     monkeypatch.setattr(scaled_grouped_mm, "capability", lambda x: (9, 0))
     monkeypatch.setattr(scaled_grouped_mm, "SCALED_GROUPED_MM", lambda *a, **k: calls.append(a) or reference(*a, **k))
-
-    def zero_tail(offset: Tensor, y: Tensor) -> Tensor:  # a kernel of Triton's
-        y[int(offset[-1]) :] = 0
-        return y
-
-    monkeypatch.setattr(scaled_grouped_mm.zero_tail, "launch", zero_tail)
-    alignment = 32 if recipe == "mxfp8" else 16
+    alignment = Recipe.parse(recipe).alignment
     x, g = (ops.align_rows(torch.randn(20, n), COUNTS, alignment).bfloat16() for n in (K, M))
     w = torch.randn(3, M, K).bfloat16().transpose(1, 2)
     a = ops.quantise(x, None, None, COUNTS, recipe, "rows", True)
@@ -67,14 +64,17 @@ def test_products_are_the_cpu_ops(monkeypatch, recipe):
     c = ops.quantise(g, None, None, COUNTS, recipe, "grad", True)
     args = (a[0], b[0], COUNTS, *a[1:3], *b[1:3], *a[3:], *b[3:], None, recipe, False)
     more = (COUNTS, recipe, torch.bfloat16)
-    for got, want in (
-        (scaled_grouped_mm.forward(*args)[0], ops.fp8_grouped_mm(*args)[0]),
-        (scaled_grouped_mm.dgrad(*c[1:3], *b[3:], *more), ops.fp8_grouped_dgrad(*c[1:3], *b[3:], *more)),
-        (scaled_grouped_mm.wgrad(*a[3:], *c[3:], *more), ops.fp8_grouped_wgrad(*a[3:], *c[3:], *more)),
-    ):
+    with repaired() as traffic:
+        made = (
+            (scaled_grouped_mm.forward(*args)[0], ops.fp8_grouped_mm(*args)[0]),
+            (scaled_grouped_mm.dgrad(*c[1:3], *b[3:], *more), ops.fp8_grouped_dgrad(*c[1:3], *b[3:], *more)),
+            (scaled_grouped_mm.wgrad(*a[3:], *c[3:], *more), ops.fp8_grouped_wgrad(*a[3:], *c[3:], *more)),
+        )
+    for got, want in made:
         assert got.shape == want.shape and got.dtype == want.dtype
         torch.testing.assert_close(got, want, rtol=2**-7, atol=2e-2)
-    assert len(calls) == {"rowwise": 3, "current": 1, "mxfp8": 0}[recipe]
+    assert len(calls) == {"rowwise": 3, "current": 1}.get(recipe, 0)
+    assert len([launch for launch in traffic.launches if launch.name.startswith("scaled_")]) == 3 - len(calls)
 
 
 def test_the_table():
@@ -85,11 +85,18 @@ def test_the_table():
     bf16, fp32 = torch.bfloat16, torch.float32
     assert way(fp8_ways.LINEARS, "current", "wgrad", fp32, (8, 9)) == "tensor"
     assert way(fp8_ways.LINEARS, "rowwise", "wgrad", bf16, (10, 0)) == "rows"
-    assert way(fp8_ways.LINEARS, "rowwise", "wgrad", fp32, (9, 0)) is None
+    assert way(fp8_ways.LINEARS, "rowwise", "wgrad", fp32, (9, 0)) == "generated"
+    assert way(fp8_ways.LINEARS, "rowwise", "wgrad", fp32, (8, 9)) is None
     assert way(fp8_ways.GROUPS, "rowwise", "dgrad", bf16, (9, 0)) == "grouped"
     assert way(fp8_ways.GROUPS, "rowwise", "dgrad", bf16, (8, 9)) is None
-    assert way(fp8_ways.GROUPS, "current", "dgrad", bf16, (9, 0)) is None, "its gradients are E5M2"
-    for recipe in ("blockwise", "mxfp8"):
-        assert way(fp8_ways.LINEARS + fp8_ways.GROUPS, recipe, "forward", bf16, (9, 0)) is None
+    assert way(fp8_ways.GROUPS, "current", "dgrad", bf16, (9, 0)) == "generated", "its gradients are E5M2"
+    for recipe in RECIPES:
+        for ways in (fp8_ways.LINEARS, fp8_ways.GROUPS):
+            for product in fp8_ways.ALL:
+                assert all(way(ways, recipe, product, bf16, at) for at in ((9, 0), (10, 0), (10, 3), "gfx950"))
+                assert way(ways, recipe, product, bf16, "gfx942") is None, "it has other FP8 numbers"
+        for at in ((8, 9), (12, 0)):
+            assert way(fp8_ways.GROUPS, recipe, "forward", bf16, at) is None
+    assert way(fp8_ways.LINEARS, "blockwise", "forward", torch.float64, (9, 0)) is None
     assert way(fp8_ways.LINEARS, "current", "forward", bf16, None) is None
     assert fp8_ways.capability(torch.zeros(1)) is None

@@ -23,6 +23,7 @@ from moec.runtime.kernels import (
     grouped_outer,
     grouped_rows,
     grouped_sum,
+    scaled_catalog,
 )
 from moec.runtime.kernels.grouped_outer import GroupedOuter, Rows
 from moec.runtime.kernels.tiles import Tile
@@ -134,8 +135,9 @@ def test_rows_beyond_32_bits():
 def test_every_source_is_deterministic_formatted_and_says_what_it_is(tmp_path):
     seen = {}
     for arch in ("sm_90", "gfx942"):
-        assert experts_catalog.entries(arch) == experts_catalog.entries(arch)
-        for n, entry in enumerate(experts_catalog.entries(arch)):
+        entries = [*experts_catalog.entries(arch), *scaled_catalog.entries(arch)]
+        assert entries == [*experts_catalog.entries(arch), *scaled_catalog.entries(arch)]
+        for n, entry in enumerate(entries):
             assert len(ast.get_docstring(ast.parse(entry.source)) or "") > 20, entry.name
             seen[f"{arch}_{n}.py"] = entry.source
     for name, text in seen.items():

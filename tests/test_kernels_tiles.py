@@ -103,6 +103,41 @@ def test_what_tune_found_is_what_the_kernels_look_for(monkeypatch):
     assert asked == {(f.family, f.shape.key()) for f in found}
 
 
+@pytest.mark.parametrize("fp8", ["blockwise", "mxfp8", "current"])
+def test_fp8_products_are_tuned(monkeypatch, fp8):
+    """The keys of the table that a step's products ask for are those that ``tune`` records."""
+    pytest.importorskip("triton")
+    from interpreter import repaired
+
+    from moec.runtime.fp8 import Recipe
+    from moec.runtime.kernels import scaled
+    from moec.runtime.kernels.scaled_tune import candidates
+
+    recipe, cpu = Recipe.parse(fp8), torch.device("cpu")
+    tile = Tile(64, 64, recipe.block or 64)
+    block = Block(experts=2, hidden=48, width=16, top_k=1, tokens=8, dtype=torch.bfloat16, fp8=fp8)
+    with repaired():
+        found = tune(block, cpu, (tile,), lambda run: run() is None)
+    assert len(found) == 6 and all(t.k in (recipe.block or t.k,) for t in candidates(recipe, cpu))
+    asked = set()
+    monkeypatch.setattr(scaled, "choose", lambda family, shape, device: asked.add((family, shape.key())) or tile)
+    ops = torch.ops.moec
+    x = ops.align_rows(torch.randn(8, 48), counts := torch.tensor([4, 4]), recipe.alignment)
+    act, d, g = (x.new_zeros(x.shape[0], n) for n in (16, 32, 48))
+
+    def both(t, role):
+        return ops.quantise(t, None, None, counts if role != "stack" else None, fp8, role, True)[1:]
+
+    with repaired():
+        for rows, columns, grad in ((x, 32, d), (act, 48, g)):
+            a, b, c = both(rows, "rows"), both(torch.randn(2, rows.shape[1], columns), "stack"), both(grad, "grad")
+            more = (counts, recipe, torch.bfloat16)
+            scaled.grouped_rows(*a[:2], *b[:2], *more)
+            scaled.grouped_rows(*c[:2], *(t.transpose(1, 2) for t in b[2:]), *more)
+            scaled.grouped_outer(*c[2:], *a[2:], *more)
+    assert asked == {(f.family, f.shape.key()) for f in found}
+
+
 def test_without_a_gpu_tune_says_so(capsys):
     if torch.cuda.is_available():
         pytest.skip("there is one")
@@ -111,6 +146,8 @@ def test_without_a_gpu_tune_says_so(capsys):
         moec.tune(**sizes)
     with pytest.raises(MoecError, match="dtype='float64'"):
         moec.tune(**sizes, dtype="float64")
+    with pytest.raises(MoecError, match="'nvfp4' is no FP8 recipe"):
+        moec.tune(**sizes, fp8="nvfp4")
     with pytest.raises(MoecError, match="is no block"):
         moec.tune(**sizes | {"top_k": 9})
     argv = [a for k, v in sizes.items() for a in (f"--{k.replace('_', '-')}", str(v))]

@@ -219,10 +219,12 @@ def test_a_transposed_scale_is_seen():
     assert ((want - exact).abs() <= limit).all() and not ((y - exact).abs() <= limit).all()
 
 
-@pytest.mark.parametrize("recipe", ["current", "rowwise"])
+@pytest.mark.parametrize("recipe", ["current", "rowwise", "blockwise", "mxfp8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_tensor_cores_compute_is_the_same(monkeypatch, recipe, dtype):
-    """torch's scaled product, which a GPU would run, in the layouts that each of the three products gives it."""
+    """torch's scaled product, which a GPU would run, in the layouts that each of the three products gives it; a
+    generated one where torch has none."""
+    repaired = pytest.importorskip("interpreter", exc_type=ImportError).repaired
     monkeypatch.setattr(scaled_mm, "capability", lambda a: (9, 0))
     calls = []
     product = scaled_mm.product
@@ -232,17 +234,19 @@ def test_what_tensor_cores_compute_is_the_same(monkeypatch, recipe, dtype):
     b = ops.quantise(w, None, None, None, recipe, "weight", True)
     c = ops.quantise(g, None, None, None, recipe, "grad", True)
     args = (a[0], b[0], *a[1:3], *b[1:3], *a[3:], *b[3:], None, recipe, False)
-    for got, want in (
-        (scaled_mm.forward(*args)[0], ops.fp8_linear(*args)[0]),
-        (scaled_mm.dgrad(*c[1:3], *b[3:], recipe, dtype), ops.fp8_dgrad(*c[1:3], *b[3:], recipe, dtype)),
-        (scaled_mm.wgrad(*c[3:], *a[3:], recipe, dtype), ops.fp8_wgrad(*c[3:], *a[3:], recipe, dtype)),
-    ):
+    with repaired():
+        made = (
+            (scaled_mm.forward(*args)[0], ops.fp8_linear(*args)[0]),
+            (scaled_mm.dgrad(*c[1:3], *b[3:], recipe, dtype), ops.fp8_dgrad(*c[1:3], *b[3:], recipe, dtype)),
+            (scaled_mm.wgrad(*c[3:], *a[3:], recipe, dtype), ops.fp8_wgrad(*c[3:], *a[3:], recipe, dtype)),
+        )
+    for got, want in made:
         assert got.shape == want.shape and got.dtype == want.dtype
         torch.testing.assert_close(got, want, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
-    assert len(calls) == (0 if (recipe, dtype) == ("rowwise", torch.float32) else 3)
+    ours = recipe in ("blockwise", "mxfp8") or (recipe, dtype) == ("rowwise", torch.float32)
+    assert len(calls) == (0 if ours else 3)
     odd = ops.quantise(torch.randn(5, 40).to(dtype), None, None, None, recipe, "rows", True)
-    assert not scaled_mm.fits(odd[1], torch.empty(7, 40), Recipe.parse(recipe), "forward", dtype)
-    assert not scaled_mm.fits(odd[1], odd[1], Recipe.parse("mxfp8"), "forward", dtype)
+    assert scaled_mm.found_way(odd[1], torch.empty(7, 40), Recipe.parse(recipe), "forward", dtype) is None
 
 
 def test_operands_that_do_not_fit_are_refused():

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..errors import MoecError
-from . import experts_catalog, rows_catalog
+from . import experts_catalog, rows_catalog, scaled_catalog
 from .entry import Entry
 
-FAMILIES: tuple[Callable[[str], list[Entry]], ...] = (experts_catalog.entries, rows_catalog.entries)
+FAMILIES: tuple[Callable[[str], list[Entry]], ...] = (
+    experts_catalog.entries, rows_catalog.entries, scaled_catalog.entries,
+)  # fmt: skip
 
 
 def entries(arch: str) -> list[Entry]:

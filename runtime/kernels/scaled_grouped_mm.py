@@ -1,10 +1,10 @@
-"""FP8 products of experts on a GPU that has them (``fp8_ways.py``): ``SCALED_GROUPED_MM``.
+"""FP8 products of experts on a GPU that has them (``fp8_ways.py``): ``SCALED_GROUPED_MM``, or generated kernels.
 
 Legend: N rows, E experts, K and M in and out features.
 
-It multiplies numbers and applies the scales to the sums: what the CPU op computes, rounded in another order.  A scale
-of a whole operand is repeated for every row.  Each expert's rows begin at a multiple of 16: so recipes align them.
-Nothing waits for the host.
+torch's multiplies numbers and applies the scales to the sums: what the CPU op computes, rounded in another order.  A
+scale of a whole operand is repeated for every row.  Each expert's rows begin at a multiple of 16: so recipes align
+them.  Nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..ops import fp8_grouped_mm as op
 from ..ops.align_rows import padded
 from ..ops.fp8_linear import taps
 from ..torch_compat import SCALED_GROUPED_MM
-from . import order, zero_tail
-from .fp8_ways import GROUPS, Product, capability, fit, way
+from . import order, scaled, zero_tail
+from .fp8_ways import GROUPS, Product, Way, capability, fit, way
 
 
 def rows_product(
@@ -44,8 +44,12 @@ def outer_product(
     return dw_EMK.masked_fill_((counts_E == 0)[:, None, None], 0)
 
 
-def there(x: Tensor, recipe: Recipe, product: Product, dtype: torch.dtype, *sizes: int) -> bool:
-    return way(GROUPS, recipe.name, product, dtype, capability(x)) is not None and fit(*sizes)
+ROWS = {"grouped": rows_product, "generated": scaled.grouped_rows}
+OUTER = {"grouped": outer_product, "generated": scaled.grouped_outer}
+
+
+def found_way(x: Tensor, recipe: Recipe, product: Product, dtype: torch.dtype, *sizes: int) -> Way | None:
+    return way(GROUPS, recipe.name, product, dtype, capability(x)) if fit(*sizes) else None
 
 
 def forward(
@@ -54,10 +58,11 @@ def forward(
     """``moec::fp8_grouped_mm``."""
     recipe, shared = rest[-2:]
     found = Recipe.parse(recipe)
-    if not there(x_q, found, "forward", x.dtype, *x_q.shape, *w_q.shape[1:]):
+    by = found_way(x_q, found, "forward", x.dtype, *x_q.shape, *w_q.shape[1:])
+    if by is None:
         return op.on_any_device(x, w, counts_E, x_q, x_s, w_q, w_s, *rest)
     op.check(x, w, counts_E, x_q, w_q)
-    y = rows_product(x_q, x_s, w_q, w_s, counts_E, found, x.dtype)
+    y = ROWS[by.name](x_q, x_s, w_q, w_s, counts_E, found, x.dtype)
     return y, *taps(y, recipe, shared)
 
 
@@ -66,9 +71,10 @@ def dgrad(
 ) -> Tensor:
     """``moec::fp8_grouped_dgrad``."""
     found = Recipe.parse(recipe)
-    if not there(g_q, found, "dgrad", dtype, *g_q.shape, *w_qT.shape[1:]):
+    by = found_way(g_q, found, "dgrad", dtype, *g_q.shape, *w_qT.shape[1:])
+    if by is None:
         return op.dgrad_on_any_device(g_q, g_s, w_qT, w_sT, counts_E, recipe, dtype)
-    return rows_product(g_q, g_s, w_qT.transpose(1, 2), w_sT.transpose(1, 2), counts_E, found, dtype)
+    return ROWS[by.name](g_q, g_s, w_qT.transpose(1, 2), w_sT.transpose(1, 2), counts_E, found, dtype)
 
 
 def wgrad(
@@ -76,9 +82,10 @@ def wgrad(
 ) -> Tensor:
     """``moec::fp8_grouped_wgrad``."""
     found = Recipe.parse(recipe)
-    if not there(g_qT, found, "wgrad", dtype, *g_qT.shape, *x_qT.shape):
+    by = found_way(g_qT, found, "wgrad", dtype, *g_qT.shape, *x_qT.shape)
+    if by is None:
         return op.wgrad_on_any_device(x_qT, x_sT, g_qT, g_sT, counts_E, recipe, dtype)
-    return outer_product(g_qT, g_sT, x_qT, x_sT, counts_E, found, dtype)
+    return OUTER[by.name](g_qT, g_sT, x_qT, x_sT, counts_E, found, dtype)
 
 
 op.fp8_grouped_mm.register_kernel("cuda")(forward)

@@ -17,7 +17,13 @@ import torch
 from ..errors import MoecError
 from .source import cache_directory
 
-FAMILIES = ("experts_forward", "experts_backward", "grouped_rows", "grouped_outer")
+FAMILIES = (
+    "experts_forward", "experts_backward", "grouped_rows", "grouped_outer", "blockwise_rows", "blockwise_outer",
+    "mxfp8_rows", "mxfp8_outer", "whole_rows", "whole_outer",
+)  # fmt: skip
+"""The last six are FP8 products (``scaled.py``), by their recipes."""
+NATIVE_E8M0 = ("sm_100", "sm_103", "gfx950")
+"""Whose tensor cores apply scales of 32 elements."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,11 @@ def default(family: str, shape: Shape, arch: str) -> Tile:
         # Without tensor cores: accumulators and operands both live in registers.
         return Tile(64, 64, 16, warps=8, stages=2, programs=2)
     stages = 2 if amd else 3
+    if shape.dtype == torch.float8_e4m3fn:
+        if not family.startswith("mxfp8") or arch in NATIVE_E8M0:  # scaled in tensor cores only if 128 rows high
+            return Tile(128, 128, 128, stages=stages)
+        low = shape.rows <= 64 and family == "mxfp8_rows"
+        return Tile(64, 128, 32, warps=4, stages=4, programs=2) if low else Tile(128, 128, 32, stages=4)
     if family == "experts_backward":
         # What the derivative of a long body computes takes the registers that more columns would take.
         columns = 64 if shape.steps > 8 else 128

@@ -1,4 +1,5 @@
-"""Which tiles are fastest: every family of the experts' kernels is timed at the shapes of one block.
+"""Which tiles are fastest: every family of the experts' kernels is timed at the shapes of one block, or those of its
+FP8 products (``scaled_tune.py``).
 
 Legend: T tokens, K choices per token, N = T · K rows, E experts, H hidden, I columns of the body's result, A columns of
 the first products.
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ..errors import MoecError
-from . import experts
+from ..fp8 import Recipe
+from . import experts, scaled_tune
 from .experts import Weights
 from .grouped_outer import Rows
 from .order import of_ids
@@ -47,6 +49,8 @@ class Block:
     top_k: int
     tokens: int
     dtype: torch.dtype = torch.bfloat16
+    fp8: str | None = None
+    """A recipe: its products are tuned, and not those in ``dtype``."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +63,24 @@ class Found:
 
 
 def tune(
-    block: Block, device: torch.device, candidates: Sequence[Tile] = CANDIDATES, measure: Measure | None = None
+    block: Block, device: torch.device, candidates: Sequence[Tile] | None = None, measure: Measure | None = None
 ) -> list[Found]:
     """The fastest of ``candidates`` for every kernel of a step.  ``measure(run)`` gives milliseconds; by default those
     of the GPU.  Raises MoecError where no candidate runs."""
     if measure is None:
         measure = on_gpu
     found = []
-    for family, columns, depth, run in _problems(block, device):
+    if block.fp8:
+        recipe = Recipe.parse(block.fp8)
+        sizes = block.experts, block.hidden, block.width, block.tokens * block.top_k
+        problems = scaled_tune.problems(*sizes, block.dtype, recipe, device)
+        candidates = candidates or scaled_tune.candidates(recipe, device)
+    else:
+        problems = _problems(block, device)
+    for family, shape, run in problems:
         times: dict[Tile, float] = {}
         why = "no candidates"
-        for tile in candidates:
+        for tile in candidates or CANDIDATES:
             try:
                 times[tile] = measure(lambda run=run, tile=tile: run(tile))  # type: ignore[misc]
             except MoecError:
@@ -79,7 +90,6 @@ def tune(
         if not times:
             raise MoecError(f"no tile runs; the last one: {why}", where=f"kernel {family}")
         best = min(times, key=lambda tile: times[tile])
-        shape = Shape(columns, depth, -(-block.tokens * block.top_k // block.experts), block.dtype)
         found.append(Found(family, shape, best, times[best], len(times)))
     return found
 
@@ -98,8 +108,8 @@ def on_gpu(run: Callable[[], Any], repeats: int = 10) -> float:
     return sorted(times)[repeats // 2]
 
 
-def _problems(b: Block, device: torch.device) -> list[tuple[str, int, int, Callable[[Tile], Any]]]:
-    """``(family, columns, depth, run)`` of the kernels of a step whose shapes differ."""
+def _problems(b: Block, device: torch.device) -> list[tuple[str, Shape, Callable[[Tile], Any]]]:
+    """``(family, shape, run)`` of the kernels of a step whose shapes differ."""
     T, K, E, H, I, A = b.tokens, b.top_k, b.experts, b.hidden, b.width, 2 * b.width  # noqa: E741
     N = T * K
 
@@ -139,11 +149,14 @@ def _problems(b: Block, device: torch.device) -> list[tuple[str, int, int, Calla
         of_act, of_grad = Rows(I, I), Rows(H, H, gathered=True)
         return experts.weight_gradient(with_tile(tile), offset, pair, K, N, w_out, act_NI, of_act, grad_TH, of_grad)
 
+    def shape(columns: int, depth: int) -> Shape:
+        return Shape(columns, depth, -(-N // E), b.dtype)
+
     return [
-        ("experts_forward", I, H, first),
-        ("grouped_rows", H, I, second),
-        ("experts_backward", I, H, activation),
-        ("grouped_rows", H, A, rows),
-        ("grouped_outer", A, H, weight_in),
-        ("grouped_outer", H, I, weight_out),
+        ("experts_forward", shape(I, H), first),
+        ("grouped_rows", shape(H, I), second),
+        ("experts_backward", shape(I, H), activation),
+        ("grouped_rows", shape(H, A), rows),
+        ("grouped_outer", shape(A, H), weight_in),
+        ("grouped_outer", shape(H, I), weight_out),
     ]
