@@ -74,3 +74,33 @@ def test_what_is_compiled_ahead_of_time_is_what_a_step_launches(monkeypatch, nam
             experts.rows_backward(x, x, *weights, h, counts, b.body, [True, *need])
     wanted = block.specs(b if pairs else Block(**vars(b) | {"choices": 0}), "sm_90")
     assert sorted(map(block.source, launched)) == sorted(map(block.source, wanted.values()))
+
+
+class Wide(Regression):
+    """Widths that tensor cores take, but for the first and the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Linear(16, 16))
+        for expert in self.moe.experts:
+            expert.up, expert.down = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16)
+
+
+@pytest.mark.parametrize(("recipe", "linear", "experts"), [
+    ("blockwise", 3, 3), pytest.param("current", 0, 2, marks=pytest.mark.nightly),
+])  # fmt: skip
+def test_a_dump_has_generated_fp8_products(tmp_path, recipe, linear, experts):
+    """Of linears and of experts, forward and backward; those that torch computes are not there."""
+    plan = moec.Plan(precision=moec.Precision(compute="bf16", fp8=recipe, exclude=()))
+    moec.compile_program(Wide(), plan, 1, floats(4), {}, training=True, dump=tmp_path)
+    nodes, found = [], []
+    for line in (tmp_path / "kernels" / "index.txt").read_text().splitlines():
+        if line.startswith(" "):
+            file, _, what = line.strip().partition(": ")
+            assert "FP8 into bfloat16" in ast.get_docstring(ast.parse((tmp_path / "kernels" / file).read_text()))
+            found[-1].append(what)
+        else:
+            nodes.append(line)
+            found.append([])
+    assert sum(map(len, found)) == linear + 2 * experts
+    assert all(line.endswith(": FP8 products") for line in nodes)

@@ -167,6 +167,16 @@ def test_the_compiled_list_has_what_is_launched(monkeypatch, name):
     scaled.grouped_rows(*a[:2], *b[:2], *more)
     scaled.grouped_rows(*c[:2], *(t.mT for t in b_T[:2]), *more)
     scaled.grouped_outer(*c_T[:2], *a_T[:2], *more)
-    forward = scaled_catalog.rows_spec(recipe, arch, E, K, M, False, torch.bfloat16, recipe.alignment)
-    dgrad = scaled_catalog.rows_spec(recipe, arch, E, M, K, True, torch.bfloat16, recipe.alignment)
-    assert launched == [forward, dgrad, scaled_catalog.outer_spec(recipe, arch, E, M, K, 0)]
+    v, v_T = quantised(torch.randn(M, K), recipe, "weight")
+    scaled.linear_rows(*a[:2], *v[:2], *more[1:])
+    scaled.linear_rows(*c[:2], *(t.t() for t in v_T[:2]), *more[1:])
+    scaled.linear_outer(*c_T[:2], *a_T[:2], *more[1:])
+    wanted, rest = [], (torch.bfloat16, recipe.alignment)
+    for experts, way_round in ((E, False), (1, True)):
+        wanted += [
+            scaled_catalog.rows_spec(recipe, arch, experts, K, M, way_round, *rest),
+            scaled_catalog.rows_spec(recipe, arch, experts, M, K, not way_round, *rest),
+            scaled_catalog.outer_spec(recipe, arch, experts, M, K, 0),
+        ]
+    assert [scaled_catalog.source(spec) for spec in launched] == [scaled_catalog.source(spec) for spec in wanted]
+    assert [spec.tile for spec in launched] == [spec.tile for spec in wanted]

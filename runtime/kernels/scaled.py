@@ -58,9 +58,10 @@ def rows(
     tile = tile or tile_of(recipe, "rows", Shape(C, D, -(-N // max(E, 1)), E4M3), way, a_ND.device)
     if way == "whole":
         a_s, b_s = a_s.expand(N, 1), b_s.expand(E, 1, C)
+    of_expert, *others = b_s.stride()
     spec = ScaledRows(
-        ROWS_TITLE, E, D, C, way, recipe.block or D, recipe.square_weights, _two(a_s), _three(b_s),
-        recipe.scales == "e8m0", dtype, tile,
+        ROWS_TITLE, E, D, C, way, recipe.block or D, recipe.square_weights, _two(a_s),
+        (of_expert if E > 1 else 0, others[0], others[1]), recipe.scales == "e8m0", dtype, tile,
     )  # fmt: skip
     y_NC = torch.empty((N, C), dtype=dtype, device=a_ND.device)
     operands = _plain(contiguous_along(a_ND, -1), a_s, contiguous_along(b_EDC, -2), b_s)
@@ -130,8 +131,3 @@ def _plain(*tensors: Tensor) -> list[Tensor]:
 def _two(t: Tensor) -> tuple[int, int]:
     a, b = t.stride()
     return a, b
-
-
-def _three(t: Tensor) -> tuple[int, int, int]:
-    a, b, c = t.stride()
-    return a, b, c

@@ -53,20 +53,21 @@ def rows_entry(
     name: str, arch: str, recipe: str, E: int, D: int, C: int, grad: bool, dtype: torch.dtype = BF16, rows: int = ROWS
 ) -> Entry:
     spec = rows_spec(Recipe.parse(recipe), arch, E, D, C, grad, dtype, rows)
-    return _entry(name, Recipe.parse(recipe), spec, scaled_rows.source(spec), scaled_rows.POINTERS, grad)
+    return _entry(name, Recipe.parse(recipe), spec, scaled_rows.POINTERS, grad)
 
 
 def rows_spec(
     recipe: Recipe, arch: str, E: int, D: int, C: int, grad: bool, dtype: torch.dtype, rows: int
 ) -> ScaledRows:
-    """``grad``: of the product with gradients, which reads weights along their other dim."""
+    """``grad``: of the product with gradients, which reads weights along their other dim; of a linear, whose weight
+    lies the other way round, of the product with rows."""
     deep = num_tiles(D, recipe.block)
     wide = num_tiles(C, recipe.block) if recipe.square_weights else C
     scales_b = (deep * wide, 1, deep) if grad else (deep * wide, wide, 1)
     if recipe.shared == "tensor":
-        scales_a, scales_b = (0, 1), (1, 1, 0)
-    else:
-        scales_a = (deep, 1)
+        scales_b = (1, 1, 0)
+    scales_a = (0, 1) if recipe.shared == "tensor" else (deep, 1)
+    scales_b = (scales_b[0] if E > 1 else 0, *scales_b[1:])
     tile = default(family(recipe, "rows"), Shape(C, D, rows, E4M3), arch)
     return ScaledRows(
         ROWS_TITLE, E, D, C, way_on(recipe, arch), recipe.block or D, recipe.square_weights, scales_a, scales_b,
@@ -76,15 +77,21 @@ def rows_spec(
 
 def outer_entry(name: str, arch: str, recipe: str, E: int, P: int, Q: int, aligned: int = 0) -> Entry:
     spec = outer_spec(Recipe.parse(recipe), arch, E, P, Q, aligned)
-    return _entry(name, Recipe.parse(recipe), spec, scaled_outer.source(spec), scaled_outer.POINTERS, True)
+    return _entry(name, Recipe.parse(recipe), spec, scaled_outer.POINTERS, True)
 
 
-def outer_spec(recipe: Recipe, arch: str, E: int, P: int, Q: int, aligned: int) -> ScaledOuter:
+def outer_spec(
+    recipe: Recipe, arch: str, E: int, P: int, Q: int, aligned: int, dtype: torch.dtype = BF16
+) -> ScaledOuter:
     tile = default(family(recipe, "outer"), Shape(P, Q, ROWS, E4M3), arch)
     return ScaledOuter(
         OUTER_TITLE, E, P, Q, way_on(recipe, arch), recipe.block, aligned or recipe.alignment,
-        recipe.scales == "e8m0", BF16, tile,
+        recipe.scales == "e8m0", dtype, tile,
     )  # fmt: skip
+
+
+def source(spec: ScaledRows | ScaledOuter) -> str:
+    return scaled_outer.source(spec) if isinstance(spec, ScaledOuter) else scaled_rows.source(spec)
 
 
 def way_on(recipe: Recipe, arch: str) -> Way:
@@ -94,7 +101,7 @@ def way_on(recipe: Recipe, arch: str) -> Way:
 
 
 def _entry(
-    name: str, recipe: Recipe, spec: ScaledRows | ScaledOuter, source: str, pointers: tuple[str, ...], grad: bool
+    name: str, recipe: Recipe, spec: ScaledRows | ScaledOuter, pointers: tuple[str, ...], grad: bool
 ) -> Entry:
     first = E5M2 if grad and recipe.gradients == E5M2 else E4M3
     scale = "*u8" if spec.exponents else "*fp32"
@@ -108,6 +115,6 @@ def _entry(
         arguments += (("num_rows", "i32:16"),)
     tile = spec.tile
     return Entry(
-        f"scaled {name}", source, spec.name, arguments, warps=tile.warps, stages=tile.stages,
+        f"scaled {name}", source(spec), spec.name, arguments, warps=tile.warps, stages=tile.stages,
         nightly=name not in EVERYDAY,
     )  # fmt: skip
