@@ -87,6 +87,8 @@ class ParallelModule(Parameters):
         self.once = Once()
         self.accounts = Accounts()
         self.histories = Histories(self._mesh.world)
+        self._fitting: dict[str, dict[str, tuple[int, ...]]] = {}
+        """Shapes of the last call, by key, that met what was assumed of sizes."""
         self.last_sizes: dict[str, tuple[int, ...]] = {}
         """Shapes of this rank's inputs in the last forward, by path (what ``moec.explain`` states bytes for)."""
         super().train(source.training)
@@ -238,7 +240,10 @@ class ParallelModule(Parameters):
         problems = local_problems(specs, call.tensors, params, self._mesh.world) + self._param_problems(program)
         if not problems:
             shapes = {spec.placeholder: tuple(call.tensors[path].shape) for path, spec in specs}
-            problems += program.size_problems(shapes, self.dp_size)
+            if self._fitting.get(key) != shapes:
+                problems += program.size_problems(shapes, self.dp_size)
+            if not problems:
+                self._fitting[key] = shapes
         if program.step and self._mesh.world == 1:
             problems += [
                 f"input {path!r} requires a gradient, and the graphs of Plan.overlap give them to parameters alone: "

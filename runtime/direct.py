@@ -6,6 +6,8 @@ Between a node and the kernel of a ``torch.library.custom_op`` torch runs a doze
 many again: as much time as a small kernel takes.  In ``direct(module)`` each such node calls an autograd function that
 runs the same kernel and the same derivative.  Values and gradients are the operator's, bit for bit.
 
+A wait gives what it was given: it is no node of autograd either.
+
 What watches operators (a profiler, a dispatch mode, a compiler) sees none of this: while one is there
 (``torch_compat.observed``), run the module itself.  Nodes that give lists or leave out arguments stay as they are.
 """
@@ -20,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .collectives import is_wait
 from .errors import MoecError
-from .torch_compat import OpOverload, below_autograd, derivative, kernel, lists_tensors
+from .torch_compat import OpOverload, below_autograd, derivative, kernel, lists_tensors, wait
 
 Lengths = tuple[tuple[int, int], ...]
 """(position, number of tensors) of each argument that is a list of tensors."""
@@ -34,11 +37,20 @@ def direct(module: fx.GraphModule) -> fx.GraphModule:
     known: dict[OpOverload, Callable] = {}
     for node in graph.nodes:
         op = node.target
-        if isinstance(op, OpOverload) and op.namespace == "moec" and _can(op, node):
+        if is_wait(op):
+            node.target = waited
+        elif isinstance(op, OpOverload) and op.namespace == "moec" and _can(op, node):
             if op not in known:
                 known[op] = _function(op)
             node.target = known[op]
     return fx.GraphModule(module, graph)
+
+
+def waited(x: Tensor) -> Tensor:
+    """``x``, once the collective that fills it has finished."""
+    with below_autograd():
+        wait(x)
+    return x
 
 
 def _can(op: OpOverload, node: fx.Node) -> bool:

@@ -28,9 +28,15 @@ HEADER = "# Written by moec; the name of this file ends in the hash of its text.
 
 def cache_directory() -> Path:
     """``$MOEC_KERNELS``, or ``moec/kernels`` in the user's cache directory."""
-    if chosen := os.environ.get("MOEC_KERNELS"):
+    return _directory(*map(os.environ.get, ("MOEC_KERNELS", "XDG_CACHE_HOME", "HOME")))
+
+
+@cache
+def _directory(chosen: str | None, caches: str | None, home: str | None) -> Path:
+    """Kept: kernels ask for it in every call.  ``home`` is what ``Path.home`` reads."""
+    if chosen:
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moec" / "kernels"
+    return Path(caches or Path.home() / ".cache") / "moec" / "kernels"
 
 
 def file_name(source: str, name: str) -> str:
