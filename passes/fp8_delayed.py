@@ -60,7 +60,7 @@ class Histories:
             node = program.graph.placeholder(placeholder_name(name))
         like = product.args[1].meta["val"]
         with like.fake_mode:
-            val = torch.empty(shape, device=like.device)
+            val = torch.empty(shape, dtype=torch.float32, device=like.device)
         types = dict.fromkeys(program.mesh.names, I)
         node.meta.update(val=val, where=product.meta.get("where", ""), types=types, grad=program.training)
         program.params[node.name] = ParamSpec(

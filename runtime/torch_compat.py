@@ -202,7 +202,7 @@ def size_of(e: sympy.Expr, like: Tensor) -> int | torch.SymInt:
 def fresh_size(like: Tensor, name: str, value: int) -> torch.SymInt:
     """A size of its own symbol, ``value`` in the examples, of the shape environment of the fake tensor ``like``."""
     mode = like.fake_mode  # type: ignore[attr-defined]
-    return symbolic_fake(mode, torch.empty(value), name).shape[0]  # type: ignore[return-value]
+    return symbolic_fake(mode, torch.empty(value, dtype=torch.uint8), name).shape[0]  # type: ignore[return-value]
 
 
 def resized(fake: Tensor, shape: Iterable[int | torch.SymInt | sympy.Expr]) -> Tensor:

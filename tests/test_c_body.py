@@ -36,6 +36,22 @@ def kernels(tmp_path_factory):
         yield
 
 
+@needs_compiler
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_is_nothing_to_kernels(default):
+    """Gradients of weights that are not fp32 pass through memory of their own: C fills it with fp32."""
+    body, used = Body.parse(SWIGLU), torch.get_default_dtype()
+    _, h, d, weight = operands(body, 5, 8, torch.bfloat16)
+    dweights, (a, dh) = torch.zeros(2, 5, dtype=torch.bfloat16), (torch.empty_like(d), torch.empty_like(h))
+    for dtype, dweight in zip((used, default), dweights, strict=True):
+        try:
+            torch.set_default_dtype(dtype)
+            c_body.of(body, torch.bfloat16).backward(h, d, weight.bfloat16(), dweight, a, dh)
+        finally:
+            torch.set_default_dtype(used)
+    assert torch.equal(*dweights) and dweights.all()
+
+
 def operands(body, R, I, dtype, pitch=0):  # noqa: E741
     """h of all products in rows that lie ``pitch`` elements further apart than they are long, d, weight."""
     widths = [max(i.parts for i in body.inputs if i.source == s) * I for s in range(body.products)]

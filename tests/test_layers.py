@@ -8,7 +8,8 @@ The layers of docs/architecture.md, read from the source text (imports inside fu
 3. outside ``passes``, only ``moec.compiler`` imports passes; the command line imports the public API alone;
 4. no cycle of imports between files;
 5. private torch names (a part that starts with one underscore) only in ``runtime/torch_compat.py``;
-6. no path of somebody's machine in any file.
+6. no path of somebody's machine in any file;
+7. memory that ``runtime`` and ``passes`` allocate has a dtype that they name: the default is the user's to set.
 """
 
 import ast
@@ -33,6 +34,8 @@ ALLOWED_PRIVATE = (
     "torch.utils._pytree",  # torch.export's public signatures are made of its TreeSpec; torch documents this spelling
     "torch._check",  # documented: how a program states a fact about a symbolic size
 )
+
+ALLOCATE = ("empty", "zeros", "ones", "full")
 
 
 @cache
@@ -148,6 +151,20 @@ def test_no_cycles():
 def test_private_torch_names_only_in_torch_compat():
     wrong = {m: names for m in sources() if m != COMPAT and (names := private_torch_names(tree(m)))}
     assert not wrong, "\n".join(f"{m}: {', '.join(sorted(set(n)))}" for m, n in wrong.items())
+
+
+def without_dtype(code: ast.Module) -> list[int]:
+    """Lines of ``torch.empty(…)`` and its like that take the default dtype."""
+    calls = [n for n in ast.walk(code) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+    made = [n for n in calls if n.func.attr in ALLOCATE and ast.unparse(n.func.value) == "torch"]
+    return [n.lineno for n in made if "dtype" not in {k.arg for k in n.keywords}]
+
+
+def test_no_memory_of_the_default_dtype():
+    found = [(m, without_dtype(tree(m))) for m in sources() if m.startswith(("moec.runtime", "moec.passes"))]
+    assert not [(m, lines) for m, lines in found if lines]
+    code = "x = torch.empty(3)\ny = torch.zeros(3, dtype=d)\nz = torch.full((3,), 1.0)"
+    assert without_dtype(ast.parse(code)) == [1, 3]
 
 
 def test_no_machine_paths():

@@ -36,7 +36,7 @@ class CBody:
         weight = None if weight_R is None else weight_R.float().contiguous()
         dweight = dweight_R
         if dweight_R is not None and (dweight_R.dtype != torch.float32 or not dweight_R.is_contiguous()):
-            dweight = torch.empty(d_RI.shape[0])
+            dweight = d_RI.new_empty(d_RI.shape[0], dtype=torch.float32)
         vectors = (None if t is None else t.data_ptr() for t in (weight, dweight))
         self.library.backward(*_matrix(h_RA), *_matrix(d_RI), *vectors, *_matrix(a_RI), *_matrix(dh_RA), *d_RI.shape)
         if dweight_R is not None and dweight is not None and dweight is not dweight_R:

@@ -45,7 +45,7 @@ def permute_aligned(
     else:
         scales_MQ = x_MH.new_empty((x_MH.shape[0], 0), dtype=torch.float32)
     rows_NH = torch.zeros((N, x_TH.shape[1]), dtype=x_MH.dtype)
-    scales_NQ = torch.ones((N, scales_MQ.shape[1]))
+    scales_NQ = scales_MQ.new_ones((N, scales_MQ.shape[1]))
     as_bytes = torch.uint8 if quantise != "none" else x_MH.dtype  # float8 is no dtype to index with
     rows_NH.view(as_bytes)[row_M] = x_MH.view(as_bytes)
     scales_NQ[row_M] = scales_MQ
