@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from spmd import STAGES, Shape, captured, compile_stages
 
+from moec import compiler
 from moec.compiler import PIPELINE, compile_program
 from moec.passes import manager
 from moec.passes.contract import Pass, PassContract
@@ -58,6 +62,14 @@ def test_the_pipeline_is_a_right_schedule() -> None:
     assert " ".join(p.name for p in PIPELINE) == names
     changing = ["configure_router", "cast_fp8", "commute_quantise"]
     assert [p.name for p in PIPELINE if not p.contract.preserves_values] == changing
+
+
+def test_who_names_the_pipeline_names_all_of_it() -> None:
+    names = [*(p.name for p in PIPELINE), "expand", "rejoin"]
+    document = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text()
+    for text in (compiler.__doc__, document.partition("    capture →")[2]):
+        pipeline = text.partition("ParallelModule")[0]
+        assert [w for w in re.findall(r"\w+", pipeline) if w in names] == names
 
 
 def test_facts_follow_the_contracts_and_observers_see_every_stage() -> None:
