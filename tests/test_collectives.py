@@ -203,6 +203,18 @@ def test_exchanges_in_flight_keep_apart(gloo4):
     assert len(gloo4.run(_exchanged)) == 4
 
 
+@pytest.mark.parametrize(("backend", "device"), [("nccl", "cpu"), ("cpu:gloo,cuda:nccl", "meta")])
+def test_other_devices_have_their_backends_own_all_to_all(monkeypatch, backend, device):
+    called = []
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: backend)
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", lambda *a, **k: called.append((a, k)))
+    out, x = torch.empty(3, 2, device=device), torch.empty(4, 2, device=device)
+    assert start_all_to_all(out, x, [1, 2], [3, 1], "group") == []
+    (((got, sent, recv, send), options),) = called
+    assert got is out and sent is x and (recv, send) == ([1, 2], [3, 1])
+    assert options == {"group": "group", "async_op": True}
+
+
 def _first_calls(rank: int, world: int) -> list[str]:
     calls: list[str] = []
 

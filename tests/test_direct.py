@@ -51,6 +51,18 @@ def test_values_and_gradients_are_the_operators(trained, tokens, times):
         assert (want is None) == (got is None) and (want is None or torch.equal(want, got))
 
 
+def test_an_operator_without_a_derivative_says_so():
+    """In the backward, as the operator does; its results do not pass for constants."""
+    g = fx.Graph()
+    args = g.placeholder("h"), [6, 6], g.placeholder("counts"), SWIGLU, "mxfp8", False
+    g.output(g.call_function(ops.quantise_act.default, args))
+    module = fx.GraphModule(nn.Module(), g)
+    for run in (module, direct(module)):
+        q, *_ = run(torch.randn(32, 12, requires_grad=True), torch.tensor([3]))
+        with pytest.raises(RuntimeError, match="no autograd formula"):
+            q.float().sum().backward()
+
+
 def test_operators_are_gone_from_the_graph():
     targets = {n.target for n in DIRECT.graph.nodes}
     assert not targets & {ops.permute.default, ops.experts_rows.default}

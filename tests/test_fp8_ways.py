@@ -4,6 +4,7 @@ Legend: N rows, E experts, K and M in and out features.
 """
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,4 +100,23 @@ def test_the_table():
             assert way(fp8_ways.GROUPS, recipe, "forward", bf16, at) is None
     assert way(fp8_ways.LINEARS, "blockwise", "forward", torch.float64, (9, 0)) is None
     assert way(fp8_ways.LINEARS, "current", "forward", bf16, None) is None
-    assert fp8_ways.capability(torch.zeros(1)) is None
+
+
+@pytest.mark.parametrize(
+    ("ways", "recipe", "since", "until"),
+    [(fp8_ways.LINEARS, "current", (8, 9), None), (fp8_ways.LINEARS, "rowwise", (8, 9), None),
+     (fp8_ways.GROUPS, "rowwise", (9, 0), (9, 0)), (fp8_ways.GROUPS, "delayed", (9, 0), (9, 0))],
+)  # fmt: skip
+def test_a_line_begins_and_ends_with_a_gpu(ways, recipe, since, until):
+    """Linears since Ada; groups on Hopper alone: a kernel that a GPU lacks is an error there and nowhere else."""
+    for at in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)):
+        found = fp8_ways.way(ways, recipe, "forward", torch.bfloat16, at)
+        assert (found is not None) == (since <= at and (until is None or at <= until)), at
+
+
+def test_what_no_way_is_for(monkeypatch):
+    """CPUs, AMD's GPUs, and dims that torch's kernels do not take."""
+    amd = SimpleNamespace(is_cuda=True, device=0)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert fp8_ways.capability(torch.zeros(1)) is None and fp8_ways.capability(amd) is None
+    assert fp8_ways.fit(16, 4096) and not fp8_ways.fit(16, 24) and not fp8_ways.fit(0, 16)

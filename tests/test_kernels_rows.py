@@ -47,9 +47,10 @@ def test_bytes_are_permuted_as_they_are(H):
     ids, E = torch.tensor([[2, 0], [0, 3], [-1, 2]]), 5
     x = torch.randint(0, 256, (len(ids), H), dtype=torch.uint8)
     with repaired():
-        got = permute.permute(x, ids, E), permute.kept(x, ids, E)
+        got = permute.permute(x, ids, E), permute.kept(x, ids, E), permute.aligned(x, ids, E, 16, "none")
     same(got[0], ops.permute(x, ids, E))
     same(got[1], ops.permute_kept(x, ids, E))
+    same(got[2], ops.permute_aligned(x, ids, E, 16, "none"))
 
 
 @SOME
