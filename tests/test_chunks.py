@@ -7,6 +7,7 @@ import grid
 import pytest
 
 import moec
+from moec.chunks import CANDIDATES, choose
 from moec.runtime.collectives import is_start
 
 BASE = {"matmul_flops": {"float64": 1e9}, "memory_bytes": 1e10, "op_overhead_s": 1e-7}
@@ -21,6 +22,31 @@ def compiled(cluster, chunks="auto"):
     data = grid.batch(B=8, S=32)
     plan = moec.Plan(dp=2, ep=2, overlap=moec.Overlap(chunks=chunks, cluster=cluster))
     return moec.compile_program(grid.build("plain"), plan, 2, (), data, training=True)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best", "compared"),
+    [
+        ({1: 8.0, 2: 4.0, 4: 2.0, 8: 1.0}, 8, "1248"),
+        ({1: 8.0, 2: 4.0, 4: 5.0, 8: 1.0}, 2, "124"),  # it stops where more are no longer faster
+        ({1: 8.0, 2: 8.01, 4: 7.96, 8: 9.0}, 1, "1248"),  # of as fast, the fewest
+        ({1: 8.0, 2: None, 4: 2.0, 8: 3.0}, 4, "1248"),  # what is refused rules out that number
+        ({1: None, 2: 4.0, 4: 4.5}, 2, "124"),
+    ],
+)
+def test_the_fastest_number_is_chosen(monkeypatch, seconds, best, compared):
+    def compiled(plan):
+        if seconds[n := plan.overlap.chunks] is None:
+            raise moec.MoecError(f"not {n}", where="here")
+        return n
+
+    monkeypatch.setattr("moec.chunks.step_seconds", lambda n, *_: seconds[n])
+    plan, said = choose(moec.Plan(overlap=moec.Overlap(chunks="auto")), compiled, {})
+    assert plan.overlap.chunks == best and said.startswith(f"chunks=auto is {best};")
+    assert sorted(re.findall(r"(\d): ", said)) == list(compared)
+    seconds |= dict.fromkeys(CANDIDATES)
+    with pytest.raises(moec.MoecError, match="not 1"):
+        choose(moec.Plan(overlap=moec.Overlap(chunks="auto")), compiled, {})
 
 
 @pytest.fixture(scope="module")

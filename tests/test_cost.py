@@ -221,6 +221,14 @@ def test_a_start_copies_what_it_sums():
     assert launch == pytest.approx(1e-6 + 1e-4 + 8000 / 1e9)
 
 
+def test_a_start_moves_rows_that_stay_at_home():
+    """Of an exchange among two, half of them."""
+    g = Graph()
+    start = g.call(torch.ops.moec.all_to_all_equal.default, g.value(1000), 2, "dp_edp", shape=(1000,))
+    moved = cost.roofline.launch(start, CLUSTER, g.mesh, g.sizes) - CLUSTER.op_overhead_s - CLUSTER.launch_s
+    assert moved == pytest.approx(2 * 2000 / 1e9)
+
+
 # ------------------------------------------------------------------------------------------------ clusters
 
 
@@ -253,6 +261,10 @@ def test_a_file_is_what_was_written(tmp_path):
         ("matmul_flops: {float32: -1}\nmemory_bytes: 1\nop_overhead_s: 0", "positive"),
         ("matmul_flops: {float32: [[2, 1], [1, 1]]}\nmemory_bytes: 1\nop_overhead_s: 0", "by growing size"),
         ("matmul_flops: {float32: 1}\nmemory_bytes: 1\nop_overhead_s: 0\ncomm_share: 1", "comm_share"),
+        ("matmul_flops: {float32: 1}\nmemory_bytes: 1\nop_overhead_s: 0\nlaunch_s: -1", "times not negative"),
+        ("matmul_flops: {float32: 1}\nmemory_bytes: 1\nop_overhead_s: 0\nops: {aten.mul: [-1, 1]}", "not negative"),
+        ("matmul_flops: {float32: 1}\nmemory_bytes: 1\nop_overhead_s: 0\nops: {aten.mul: [0, 0]}", "positive"),
+        ("matmul_flops: {float32: 1}\nmemory_bytes: 1\nop_overhead_s: 0\nops: {aten.mul: 3}", "not a cluster"),
         ("matmul_flops: {float32: 1}\nmemory_bytes: 1\nop_overhead_s: 0\nlinks: {moon: {alpha_s: 1, bytes_per_s: 1}}",
          "unknown links"),
     ],
