@@ -103,20 +103,21 @@ def test_the_table():
 
 
 @pytest.mark.parametrize(
-    ("ways", "recipe", "since", "until"),
-    [(fp8_ways.LINEARS, "current", (8, 9), None), (fp8_ways.LINEARS, "rowwise", (8, 9), None),
-     (fp8_ways.GROUPS, "rowwise", (9, 0), (9, 0)), (fp8_ways.GROUPS, "delayed", (9, 0), (9, 0))],
+    ("ways", "recipe", "names"),
+    [(fp8_ways.LINEARS, "current", {(8, 6): None, (8, 9): "tensor", (9, 0): "tensor", (12, 0): "tensor"}),
+     (fp8_ways.LINEARS, "blockwise", {(8, 9): None, (9, 0): "generated", (10, 3): "generated", (12, 0): None}),
+     (fp8_ways.GROUPS, "rowwise", {(8, 9): None, (9, 0): "grouped", (10, 0): "generated", (12, 0): None}),
+     (fp8_ways.GROUPS, "delayed", {(8, 9): None, (9, 0): "grouped", (10, 0): "generated", (12, 0): None})],
 )  # fmt: skip
-def test_a_line_begins_and_ends_with_a_gpu(ways, recipe, since, until):
-    """Linears since Ada; groups on Hopper alone: a kernel that a GPU lacks is an error there and nowhere else."""
-    for at in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)):
-        found = fp8_ways.way(ways, recipe, "forward", torch.bfloat16, at)
-        assert (found is not None) == (since <= at and (until is None or at <= until)), at
+def test_a_line_begins_and_ends_with_a_gpu(ways, recipe, names):
+    """A kernel that a GPU lacks is an error there and nowhere else."""
+    found = {at: fp8_ways.way(ways, recipe, "forward", torch.bfloat16, at) for at in names}
+    assert {at: line and line.name for at, line in found.items()} == names
 
 
-def test_what_no_way_is_for(monkeypatch):
-    """CPUs, AMD's GPUs, and dims that torch's kernels do not take."""
-    amd = SimpleNamespace(is_cuda=True, device=0)
+def test_what_a_gpu_is_called_and_which_sizes_fit(monkeypatch):
+    amd = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=None))
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert fp8_ways.capability(torch.zeros(1)) is None and fp8_ways.capability(amd) is None
+    monkeypatch.setattr(fp8_ways, "architecture", lambda index: f"gfx95{index}")
+    assert fp8_ways.capability(torch.zeros(1)) is None and fp8_ways.capability(amd) == "gfx950"
     assert fp8_ways.fit(16, 4096) and not fp8_ways.fit(16, 24) and not fp8_ways.fit(0, 16)

@@ -39,7 +39,7 @@ def problems(
 ) -> list[tuple[str, Shape, Callable[[Tile], Any]]]:
     """``(family, shape, run)`` of the products of a step whose shapes differ; ``pairs``: T · K."""
     I, A = width, 2 * width  # noqa: E741
-    counts_E = torch.full((E,), -(-pairs // E), device=device)
+    counts_E = torch.full((E,), -(-pairs // E), dtype=torch.int64, device=device)
     N = aligned_size(int(counts_E[0]) * E, E, recipe.alignment)
     offset = order.offsets(padded(counts_E, recipe.alignment))
     each = -(-N // E)
