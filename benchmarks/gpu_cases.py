@@ -161,6 +161,8 @@ def cases(tiny: bool) -> list[Case]:
         Case("slots", ("slots",), lambda a, i: ops.slots(a, i, T, spec(capacity_factor=float(E))), (x(T, H), holes)),
         Case("split_tokens", ("split_tokens", "join_tokens"),
              lambda a: ops.join_tokens([2 * c for c in ops.split_tokens(a, 3, 2, 2)], [5, 12], 2), (x(5, 12, H),)),
+        Case("split_tokens, sequences", ("split_tokens", "join_tokens"),
+             lambda a: ops.join_tokens([2 * c for c in ops.split_tokens(a, 3, 1, 12)], [60], 12), (x(60, H),)),
         Case("swap_chunks", ("swap_chunks",), lambda a: ops.swap_chunks(a, 3, 4), (x(12 * 5, H),)),
         Case("equal_counts", ("equal_counts",), lambda a: ops.equal_counts(a, 4), (x(12, H),)),
         Case("destinations", ("destinations",), lambda i: ops.destinations(i, 2 * E, 2), (holes,)),

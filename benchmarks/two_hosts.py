@@ -22,11 +22,14 @@ What could be hidden is for ``ep`` all of ``unscheduled - compute_only``, else t
 may run beside it: the backward for gradients, the whole step for FSDP.  Peers are held against their own compute (DDP
 without synchronisation) and the same communication.
 
+A host has one core for its rank and for what moves the rank's bytes, so not all can be hidden: ``comm_share`` is what
+``calibrate`` found compute to lose while something travels.
+
 ``prediction``: the step that the cost model predicts for each plan on the cluster that ``calibrate`` measured in the
 lab just before, beside the measured one; ``order_agrees``: whether the plans of each case, sorted by one and by the
 other, are in the same order.  The last line with ``--json`` is one object: ``{"hidden", "speedup", "exposed_share",
 …}`` of ``ep`` at top level, the others under their names, ``"prediction": [{"plan", "predicted_s", "measured_s"}, …]``,
-``"order_agrees"``.
+``"order_agrees"``, ``"comm_share"``.
 """
 
 from __future__ import annotations
@@ -134,12 +137,13 @@ def main() -> None:
             sys.exit(f"two_hosts: {e}")
         rows = predictions(args.cases, Path(folder, "cluster.yaml"), results)
         cluster = Path(folder, "cluster.yaml").read_text()
+        share = moec.cost.cluster(str(Path(folder, "cluster.yaml"))).comm_share
     report(results, rows)
-    print(f"\nload {os.getloadavg()[0]:.1f}\n{cluster}")
+    print(f"\nload {os.getloadavg()[0]:.1f}, compute loses {share:.1%} beside a transfer\n{cluster}")
     if args.json:
         top = results.pop("ep", {})
         prediction = {"prediction": rows, "order_agrees": order_agrees(rows)}
-        print(json.dumps({**top, **results, **prediction, "load": os.getloadavg()[0]}))
+        print(json.dumps({**top, **results, **prediction, "comm_share": share, "load": os.getloadavg()[0]}))
 
 
 if __name__ == "__main__":

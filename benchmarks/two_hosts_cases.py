@@ -31,7 +31,7 @@ import moec
 REPEATS, WARM_UP = 3, 2
 
 # EP: tokens of a rank, hidden size, width of an expert, experts, choices, layers.
-SEQUENCES, LENGTH, HIDDEN, WIDTH, EXPERTS, CHOICES, LAYERS = 4, 512, 512, 448, 8, 2, 2
+SEQUENCES, LENGTH, HIDDEN, WIDTH, EXPERTS, CHOICES, LAYERS = 4, 512, 512, 288, 8, 2, 2
 # Dense: tokens of a rank, hidden size, layers; every layer is 8 H² parameters.
 TOKENS, DENSE_HIDDEN, DENSE_LAYERS = 384, 512, 16
 

@@ -22,6 +22,7 @@ from moec.capture import capture
 from moec.capture.examples import dummy_examples
 from moec.capture.skeleton import replica
 from moec.chunks import choose
+from moec.cost import Sizes
 from moec.inputs import call_shapes, counts_as_tensors, program_shapes
 from moec.kernel_listing import write_kernels
 from moec.module import ParallelModule
@@ -99,9 +100,9 @@ def compile_program(
 
     known = call_shapes(model, args, kwargs) if shapes is None else shapes
 
-    def passed(captured: Program, plan: Plan, **watched: Any) -> Program:
+    def passed(captured: Program, plan: Plan, first: int = 0, **how: Any) -> Program:
         passes = (*PIPELINE, expand, rejoin) if captured.repeats else PIPELINE
-        program = manager.run(captured, plan, passes, **watched)
+        program = manager.run(captured, plan, passes[first:], **how)
         if plan.overlap is not None:
             program.step = make_step(program, plan, program_shapes(model, program, known))
         return program
@@ -114,8 +115,11 @@ def compile_program(
         program.why_not += declined
         chosen = plan
         if plan.overlap is not None and plan.overlap.chunks == "auto" and plan.ep > 1:
-            bare = program.fork()
-            chosen, why = choose(plan, lambda p: passed(bare.fork(), p), program_shapes(model, program, known))
+            at, sizes = PIPELINE.index(chunk_experts), program_shapes(model, program, known)
+            whole = manager.run(program.fork(), plan, PIPELINE[:at], check=False)  # of every candidate the same
+            numbers = Sizes.of(program, sizes).values
+            sequences = min((numbers[s] for s in program.batch_symbols if s in numbers), default=0)
+            chosen, why = choose(plan, lambda p: passed(whole.fork(), p, at, check=False), sizes, sequences)
             program.why_not.append(why)
         program = passed(program, chosen, dump=dump, observe=observe)
         if dump:

@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 from moec.runtime.errors import MoecError
 
+By = Literal["tokens", "sequences", "auto"]
+
 
 @dataclass(frozen=True)
 class Overlap:
@@ -25,6 +27,9 @@ class Overlap:
     chunks: int | Literal["auto"] = 1
     """Token chunks of every block whose tokens travel to their experts; ``auto``: as many as the cost model says the
     step is fastest with (``moec.chunks``), which compiles the program a few times."""
+    chunk_by: By = "auto"
+    """What a chunk is: any tokens of a rank, or whole sequences of its batch, so that one chunk's attention runs beside
+    another's exchanges.  ``auto``: with ``chunks="auto"`` what the cost model says is faster, else tokens."""
     schedule: bool = True
     """List scheduling of the forward and the backward graph; False leaves the order in which they were built."""
     bucket_mb: float | Literal["auto"] | None = "auto"
@@ -62,6 +67,8 @@ class Overlap:
             for name, n in counts.items()
             if not isinstance(n, int) or isinstance(n, bool) or n < 1
         ]
+        if self.chunk_by not in ("tokens", "sequences", "auto"):
+            problems.append(f"chunk_by={self.chunk_by!r} is not 'tokens', 'sequences' or 'auto'")
         sizes: dict[str, Any] = {"memory_gb": self.memory_gb}
         if self.bucket_mb != "auto":
             sizes["bucket_mb"] = self.bucket_mb

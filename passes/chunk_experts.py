@@ -9,12 +9,16 @@ Contract
 Autograd derives the backward: the gradients of a weight that all chunks use add up.  Every rank has the same number of
 chunks and so the same collectives, whatever its number of tokens; a chunk may be empty.
 
+Chunks are any tokens, or whole sequences (``Overlap.chunk_by``): then attention goes with the chunks as well, so that
+the experts of some sequences are computed beside the attention of others, and all layers hang together.
+
 Algorithm
     1. A block is what the routing deals out: the values of type V that hang together, with the ops that make tokens
        rows and rows tokens.
     2. Around the blocks grows the region that is token by token (``chunks/region.py``): routers, norms, projections,
        shared experts and the residual stream, up to where tokens depend on each other (attention, a capacity).
-    3. The region is written chunk by chunk (``chunks/rewrite.py``).
+    3. The region is written chunk by chunk (``chunks/rewrite.py``).  A block that whole sequences are not possible for
+       has chunks of any tokens.
     4. Blocks that cannot be chunked, and the ops at which regions end, are in ``why_not``.
 """
 
@@ -28,13 +32,13 @@ from torch import fx
 
 from moec.passes.chunks.apply import Groups, chunk
 from moec.passes.chunks.region import Layout
-from moec.passes.chunks.rows import lead
+from moec.passes.chunks.rows import Tokens, lead
 from moec.passes.contract import Pass, PassContract
 from moec.passes.shard.dispatch import Static, chosen
 from moec.plan import Plan
 from moec.program import Program, op_name
 from moec.runtime.collectives import CONVERSIONS, collective, is_wait
-from moec.runtime.torch_compat import expr
+from moec.runtime.torch_compat import expr, hint
 
 PERMUTES = ("moec.permute", "moec.permute_kept", "moec.slots")
 STAY = (torch.ops.aten.reshape.default, torch.ops.moec.i_to_r.default)
@@ -42,12 +46,46 @@ STAY = (torch.ops.aten.reshape.default, torch.ops.moec.i_to_r.default)
 
 
 def _run(program: Program, plan: Plan) -> Program:
-    groups: Groups = defaultdict(list)
-    for block in _blocks(program):  # 1
-        groups[_tokens_of(block)].append(block)
-    if (count := chunks_of(plan)) > 1:
-        chunk(program, groups, count, declined="experts are computed in one chunk")  # 2 to 4
+    assert plan.overlap is not None
+    count, blocks = chunks_of(plan), _blocks(program)  # 1
+    if count == 1:
+        return program
+    if plan.overlap.chunk_by == "sequences":  # 2 to 4
+        whole = [b for b in blocks if _enough(program, b, count)]
+        left = chunk(program, _groups(program, whole, True), count, declined="chunks are not whole sequences")
+        blocks = [b for b in blocks if b not in whole] + left
+    chunk(program, _groups(program, blocks, False), count, declined="experts are computed in one chunk")
     return program
+
+
+def _enough(program: Program, block: frozenset[fx.Node], count: int) -> bool:
+    """Are there as many sequences as chunks?  (Sizes of none would be taken for constants.)"""
+    sequences = _sequences(program, _tokens_of(block)[0])
+    if sequences is not None and (hint(sequences) or 0) >= count:
+        return True
+    where = next((n.meta["where"] for n in block if n.meta.get("where")), "")
+    found = "no sequences" if sequences is None else f"{hint(sequences)} sequences"
+    program.why_not.append(f"{where}: chunks are not whole sequences: the example has {found}, for {count} chunks")
+    return False
+
+
+def _groups(program: Program, blocks: list[frozenset[fx.Node]], by_sequence: bool) -> Groups:
+    groups: Groups = defaultdict(list)
+    for block in blocks:
+        number, x = _tokens_of(block)
+        sequences = _sequences(program, number) if by_sequence else None
+        tokens = Tokens(number, None if sequences is None else expr(sequences))
+        groups[tokens, Layout.of(x.meta["types"], tokens.lead(x.meta["val"]), by_sequence)].append(block)
+    return groups
+
+
+def _sequences(program: Program, tokens: sympy.Expr) -> int | torch.SymInt | None:
+    """How many sequences the tokens are: as many as the first that are recorded as ``[B, S, …]``."""
+    for node in program.graph.nodes:
+        val = node.meta.get("val")
+        if isinstance(val, torch.Tensor) and node.name not in program.params and lead(val, tokens) == 2:
+            return val.shape[0]
+    return None
 
 
 def chunks_of(plan: Plan) -> int:
@@ -85,8 +123,8 @@ def _ragged(node: fx.Node) -> bool:
     return node.op == "call_function" and any(t.kind == "V" for ts in each for t in ts.values())
 
 
-def _tokens_of(block: frozenset[fx.Node]) -> tuple[sympy.Expr, Layout]:
-    """The number of tokens of a block, and how they lie on the ranks before they are dealt to experts."""
+def _tokens_of(block: frozenset[fx.Node]) -> tuple[sympy.Expr, fx.Node]:
+    """The number of tokens of a block, and their value before they are dealt to experts."""
     permute = next(n for n in next(iter(block)).graph.nodes if n in block and op_name(n) in PERMUTES)
     x = node = permute.args[0]
     while node.op == "call_function" and (is_wait(node.target) or node.target in STAY or _deals(node)):
@@ -94,7 +132,7 @@ def _tokens_of(block: frozenset[fx.Node]) -> tuple[sympy.Expr, Layout]:
         node = node.args[0]
         x = node if moves else x
     tokens = expr(permute.args[0].meta["val"].shape[0])
-    return tokens, Layout.of(x.meta["types"], lead(x.meta["val"], tokens))
+    return tokens, x
 
 
 def _deals(node: fx.Node) -> bool:

@@ -29,6 +29,7 @@ from torch import fx
 
 from moec.passes.chunks.apply import Groups, chunk
 from moec.passes.chunks.region import Layout
+from moec.passes.chunks.rows import Tokens
 from moec.passes.contract import Pass, PassContract
 from moec.plan import Plan
 from moec.program import Program
@@ -48,7 +49,7 @@ def _run(program: Program, plan: Plan) -> Program:
             (wait,) = start.users
             tokens = expr(start.meta["val"].shape[0]) * expr(start.meta["val"].shape[1])
             stream = start.args[0] if _gathers(start) else start
-            groups[tokens, Layout.of(stream.meta["types"], 2)].append(frozenset({start, wait}))
+            groups[Tokens(tokens), Layout.of(stream.meta["types"], 2)].append(frozenset({start, wait}))
     chunk(program, groups, plan.overlap.pipeline_tp, declined="not in pieces", experts=False)  # 2 and 3
     return program
 

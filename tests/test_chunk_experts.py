@@ -46,15 +46,16 @@ PLANS = {
     "gathered sequence": Plan(2, 2, 2, 2, sequence_parallel=True, dispatch="allgather"),
 }
 BY_DAY = {("alltoall", 3), ("sequence", 5), ("hierarchical", 2)}
+BY_DAY_SEQUENCES = {"alltoall", "gathered sequence", "context"}
 
 
-def plan_of(name: str, chunks: int | str) -> Plan:
-    return replace(PLANS[name], overlap=Overlap(chunks=chunks))
+def plan_of(name: str, chunks: int | str, by: str = "tokens") -> Plan:
+    return replace(PLANS[name], overlap=Overlap(chunks=chunks, chunk_by=by))
 
 
 @cache
-def stages(name: str, chunks: int) -> dict[str, Program]:
-    return dict(compile_stages(captured(SHAPE), plan_of(name, chunks)))
+def stages(name: str, chunks: int, by: str = "tokens") -> dict[str, Program]:
+    return dict(compile_stages(captured(SHAPE), plan_of(name, chunks, by)))
 
 
 def exchanges(program: Program) -> Counter:
@@ -88,6 +89,46 @@ def test_values_and_gradients_are_the_models(name: str, chunks: int) -> None:
         counts = found["lower"].op_counts()
         assert counts["moec.experts"] + counts["moec.experts_rows"] == chunks
         assert counts["moec.route_counted"] == chunks
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in BY_DAY_SEQUENCES else pytest.mark.nightly) for n in PLANS]
+)
+def test_whole_sequences_go_through_attention(name: str) -> None:
+    """One region from the embedding to the head; a rank may have an odd number of sequences, or fewer than chunks."""
+    found, model = stages(name, 2, "sequences"), build(SHAPE)
+    dp, seq = PLANS[name].dp, 4 if PLANS[name].cp > 1 or PLANS[name].sequence_parallel else 1
+    for batch in (Batch(3 * dp, 2 * seq, 1, dp), Batch(dp, seq, 2, dp, frozenset({0}) if dp > 1 else frozenset())):
+        truth = oracle(model, batch)
+        for stage in ("chunk_experts", "lower"):
+            assert off(truth.compare(stage, found[stage])) < 1e-13, (stage, batch)
+    before, after = (stages(name, 2, by)["lower"].op_counts() for by in ("tokens", "sequences"))
+    assert after["aten.scaled_dot_product_attention"] == 2 * before["aten.scaled_dot_product_attention"]
+    assert after["moec.split_tokens"] == 1 < before["moec.split_tokens"]  # the numbers of the tokens
+    assert exchanges(found["lower"]) == exchanges(stages(name, 2)["lower"])
+
+
+def test_tokens_where_sequences_are_too_few_or_compete() -> None:
+    program = stages("alltoall", 3, "sequences")["lower"]
+    assert any("the example has 2 sequences, for 3 chunks" in w for w in program.why_not)
+    assert exchanges(program) == exchanges(stages("alltoall", 3)["lower"])
+    with pytest.raises(moec.MoecError, match="chunk_by='rows'"):
+        Overlap(chunks=2, chunk_by="rows")
+
+
+def test_a_sequence_cut_in_two_is_caught() -> None:
+    """Of flat tokens, as many as a sequence has stay together."""
+    plan = Plan(2, ep=2, router=Router(force_balance="round_robin"), overlap=Overlap(chunks=2, chunk_by="sequences"))
+    truth = oracle(build(SHAPE), Batch(6, 4, 1, 2))  # three sequences a rank
+    found = dict(compile_stages(captured(SHAPE), plan))
+    truth.follow("configure_router", found["configure_router"])
+    assert off(truth.compare("lower", found["lower"])) < 1e-12
+    broken = found["lower"].fork()
+    (split,) = [n for n in broken.graph.nodes if n.target is torch.ops.moec.split_tokens.default and n.args[3] != 1]
+    split.args = (*split.args[:3], 1)
+    broken.module.recompile()
+    with pytest.raises((moec.MoecError, RuntimeError)):
+        truth.compare("broken", broken)
 
 
 def test_one_chunk_is_no_pass() -> None:
@@ -150,8 +191,13 @@ ROUTERS = [
 ]
 
 
-@pytest.mark.parametrize("router", ROUTERS, ids=["losses", "capacity"])
-def test_losses_and_capacities_are_of_all_tokens(router: Router) -> None:
+@pytest.mark.parametrize(
+    ("router", "by"),
+    [(ROUTERS[0], "tokens"), (ROUTERS[1], "tokens"), (ROUTERS[0], "sequences"),
+     pytest.param(ROUTERS[1], "sequences", marks=pytest.mark.nightly)],
+    ids=["losses", "capacity", "losses of sequences", "capacity of sequences"],
+)  # fmt: skip
+def test_losses_and_capacities_are_of_all_tokens(router: Router, by: str) -> None:
     """Also what a plan adds to routers, the statistics among it, is that of one rank without chunks."""
     model, batch = build(SHAPE), Batch(4, 6, 3, 2)
     truth = oracle(model, batch)
@@ -159,7 +205,8 @@ def test_losses_and_capacities_are_of_all_tokens(router: Router) -> None:
     for name, program in compile_stages(captured(SHAPE), whole_plan):
         if name == "configure_router":
             truth.follow(name, program)
-    chunked = dict(compile_stages(captured(SHAPE), replace(whole_plan, overlap=Overlap(chunks=3))))
+    chunks = 3 if by == "tokens" else 2
+    chunked = dict(compile_stages(captured(SHAPE), replace(whole_plan, overlap=Overlap(chunks=chunks, chunk_by=by))))
     for stage in ("chunk_experts", "lower"):
         report = truth.compare(stage, chunked[stage])
         assert off(report) < 1e-12, report
@@ -174,14 +221,18 @@ def test_what_ends_a_region_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    "plan",
-    [Plan(dp=2, tp=2, ep=4), pytest.param(Plan(dp=2, tp=2, ep=2, sequence_parallel=True), marks=pytest.mark.nightly)],
+    ("plan", "by"),
+    [
+        (Plan(dp=2, tp=2, ep=4), "sequences"),
+        pytest.param(Plan(dp=2, tp=2, ep=4), "tokens", marks=pytest.mark.nightly),
+        pytest.param(Plan(dp=2, tp=2, ep=2, sequence_parallel=True), "tokens", marks=pytest.mark.nightly),
+    ],
     ids=str,
 )
-def test_equal_layers_and_joint_graphs(plan: Plan) -> None:
+def test_equal_layers_and_joint_graphs(plan: Plan, by: str) -> None:
     """Layers are compiled three times; where they meet chunks pass as they are.  Forward and backward are graphs."""
     model, data = Deep(layers=5).double(), deep_batch(S=6)
-    plan = replace(plan, overlap=Overlap(chunks=2))
+    plan = replace(plan, overlap=Overlap(chunks=2, chunk_by=by))
     program = moec.compile_program(model, plan, 4, data, {}, training=True)
     assert not [w for w in program.why_not if "layers are compiled one by one" in w]
     assert program.op_counts()["moec.split_tokens"] == 1  # the model has nothing but tokens

@@ -18,9 +18,9 @@ MACHINES = {
 
 
 @cache
-def compiled(cluster, chunks="auto"):
+def compiled(cluster, chunks="auto", by="auto"):
     data = grid.batch(B=8, S=32)
-    plan = moec.Plan(dp=2, ep=2, overlap=moec.Overlap(chunks=chunks, cluster=cluster))
+    plan = moec.Plan(dp=2, ep=2, overlap=moec.Overlap(chunks=chunks, chunk_by=by, cluster=cluster))
     return moec.compile_program(grid.build("plain"), plan, 2, (), data, training=True)
 
 
@@ -65,22 +65,26 @@ def chunks_of(program):
 
 def said(program):
     line = next(w for w in program.why_not if w.startswith("chunks=auto"))
-    predicted = {int(n): float(ms) for n, ms in re.findall(r"(\d+): ([\d.]+) ms", line)}
-    return int(re.match(r"chunks=auto is (\d+)", line)[1]), predicted
+    of = r"(\d+)(?: of (tokens|sequences))?"
+    predicted = {(int(n), by or "tokens"): float(ms) for n, by, ms in re.findall(of + r": ([\d.]+) ms", line)}
+    n, by = re.match(rf"chunks=auto is {of};", line).groups()
+    return (int(n), by or "tokens"), predicted
 
 
 def test_chunks_follow_the_machines(files):
-    many, one = map(compiled, files)
-    (n, predicted), (alone, others) = said(many), said(one)
-    assert n > 1 and chunks_of(many) == n and predicted[n] <= min(predicted.values()) * 1.0101
-    assert alone == 1 and chunks_of(one) == 1 and others[2] > others[1]
+    many, one = compiled(files[0]), compiled(files[1], by="tokens")
+    (chosen, predicted), (alone, others) = said(many), said(one)
+    assert chosen[0] > 1 and chunks_of(many) == chosen[0] and predicted[chosen] <= min(predicted.values()) * 1.0101
+    assert {by for _, by in predicted} == {"tokens", "sequences"}
+    assert predicted[2, "sequences"] < predicted[2, "tokens"]  # attention runs beside exchanges
+    assert alone == (1, "tokens") and chunks_of(one) == 1 and others[2, "tokens"] > others[1, "tokens"]
 
 
 def test_the_predicted_step_is_that_of_the_program(files):
     program = compiled(files[0])
-    n, predicted = said(program)
-    for chunks in {1, n}:
-        alone = compiled(files[0], chunks)
+    chosen, predicted = said(program)
+    for chunks in {(1, "tokens"), chosen}:
+        alone = compiled(files[0], *chunks)
         shapes = {s.path: (8, 32) for s in alone.inputs.values()}
         assert predicted[chunks] == pytest.approx(moec.timeline(alone, files[0], shapes).step.step_s * 1e3, abs=1e-3)
 
@@ -94,9 +98,9 @@ def test_what_fits_nowhere_is_refused(files):
 
 def test_what_a_number_of_chunks_is_refused_for_rules_out_that_number(files):
     """``current`` scales all tokens together."""
-    overlap = moec.Overlap(chunks="auto", cluster=files[0])
+    overlap = moec.Overlap(chunks="auto", chunk_by="tokens", cluster=files[0])
     plan = moec.Plan(dp=2, ep=2, overlap=overlap, precision=moec.Precision(fp8="current"))
     program = moec.compile_program(grid.build("plain"), plan, 2, (), grid.batch(B=8, S=32), training=True)
     line = next(w for w in program.why_not if w.startswith("chunks=auto"))
-    assert line.startswith("chunks=auto is 1;") and "2: " in line and "scales all values together" in line
+    assert line.startswith("chunks=auto is 1;") and "2 of tokens: " in line and "scales all values together" in line
     assert chunks_of(program) == 1

@@ -1,9 +1,10 @@
 """The region that is computed chunk by chunk: grown around what needs it, as far as tokens are independent.
 
 Two ranks' chunks need not be of the same size, but all of one rank's values must be cut at the same tokens.  Which
-tokens a rank has of a value is its *layout*: the axes that shard the dims of tokens.  A region has one *base* layout,
-in which values are cut and joined.  Inside, conversions may change the layout (tokens are dealt to ranks before a
-dispatch, gathered for a product): a value's *history* says which changes lie between the base and it, and only values
+tokens a rank has of a value is its *layout*: the axes that shard the dims of tokens; where chunks are whole sequences,
+those that shard the sequences, while what shards each of them stays as it is in every chunk.  A region has one *base*
+layout, in which values are cut and joined.  Inside, conversions may change the layout (tokens are dealt to ranks before
+a dispatch, gathered for a product): a value's *history* says which changes lie between the base and it, and only values
 of one history meet in an op.
 
 Algorithm
@@ -28,7 +29,7 @@ import sympy
 import torch
 from torch import fx
 
-from moec.passes.chunks.rows import ADDED, NUMBER, ROWS, TOKENS, Rows, lead
+from moec.passes.chunks.rows import ADDED, NUMBER, ROWS, TOKENS, Rows, Tokens
 from moec.placement import Types
 from moec.program import Program, op_name
 from moec.runtime.collectives import CONVERSIONS, collective, group_of, is_start, is_wait
@@ -49,7 +50,10 @@ class Layout:
     minor: frozenset[str] = frozenset()
 
     @staticmethod
-    def of(types: Types, dims: int) -> Layout:
+    def of(types: Types, dims: int, by_sequence: bool = False) -> Layout:
+        """``dims``: how many leading ones are tokens."""
+        if by_sequence:
+            return Layout(frozenset(a for a, t in types.items() if t.kind == "S" and t.dim < dims and t.parts == 1))
         on = {a: t for a, t in types.items() if t.kind == "S" and t.dim < dims}
         minor = frozenset(a for a, t in on.items() if t.dim == 1 or t.parts != 1)
         return Layout(frozenset(on) - minor, minor)
@@ -58,8 +62,7 @@ class Layout:
 @dataclass
 class Region:
     program: Program
-    tokens: sympy.Expr
-    """The recorded number of tokens."""
+    tokens: Tokens
     base: Layout
     seeds: frozenset[fx.Node]
     experts: bool = True
@@ -82,8 +85,12 @@ class Region:
 
     @property
     def shards(self) -> int:
-        """How many ranks share a sequence in the base layout."""
+        """How many ranks share in the base layout a sequence that is cut."""
         return self.program.mesh.size(self.base.minor)
+
+    def layout(self, value: fx.Node) -> Layout:
+        dims = self.tokens.lead(value.meta["val"])
+        return Layout.of(value.meta["types"], dims, self.tokens.sequences is not None)
 
     def blocks(self, history: History) -> int:
         """How many ranks' tokens, gathered along the sequence, a value with this history has side by side."""
@@ -185,14 +192,15 @@ def _numbers(node: fx.Node, members: set[fx.Node]) -> list[fx.Node]:
 
 def _cut(region: Region, value: fx.Node) -> History | None:
     """The history with which a value from outside is cut; None if it cannot be."""
-    n, types = lead(value.meta["val"], region.tokens), value.meta["types"]
+    types = value.meta["types"]
     if not isinstance(types, dict) or any(t.kind == "V" for t in types.values()):
         return None
-    return _whole(region, Layout.of(types, n), n)
+    return _whole(region, value)
 
 
-def _whole(region: Region, layout: Layout, dims: int) -> History | None:
+def _whole(region: Region, value: fx.Node) -> History | None:
     """() in the base layout.  In two dims, tokens gathered over the innermost axes of the sequence can be cut too."""
+    layout, dims = region.layout(value), region.tokens.lead(value.meta["val"])
     if layout == region.base:
         return ()
     names = [a for a in region.program.mesh.names if a in region.base.minor]
@@ -215,7 +223,7 @@ def _changed(region: Region, node: fx.Node, history: History) -> History | None:
     if entry is None or entry.kind not in CONVERSIONS or region.rows.kind(node.args[0]) != TOKENS:
         return history
     what = {"all_gather": "gather", "reduce_scatter": "slice", "slice": "slice", "zero_pad": "gather"}
-    n, dim = lead(node.args[0].meta["val"], region.tokens), node.args[1]
+    n, dim = region.tokens.lead(node.args[0].meta["val"]), node.args[1]
     if entry.primitive == "all_to_all":
         return history if min(node.args[1:3]) >= n else None
     if entry.primitive not in what or dim >= n:
@@ -261,19 +269,20 @@ def _joinable(region: Region, members: set[fx.Node]) -> set[fx.Node]:
 
 
 def _joined(region: Region, node: fx.Node) -> History | None:
-    history, n = region.history[node], lead(node.meta["val"], region.tokens)
-    return history if history == _whole(region, Layout.of(node.meta["types"], n), n) else None
+    history = region.history[node]
+    return history if history == _whole(region, node) else None
 
 
 def _widens(region: Region, node: fx.Node, joined: set[fx.Node]) -> bool:
     """Does more have to be joined because of ``node`` than it is worth?"""
     found = region.rows.of(node)
     read, made = (sum(_numel(region, n) for n in nodes) for nodes in (found.tokens, joined))
-    return _numel(region, node) > read and made > WIDER * read
+    return sympy.And(_numel(region, node) > read, made > WIDER * read) == sympy.true  # a sum of lengths may be unknown
 
 
 def _numel(region: Region, node: fx.Node) -> sympy.Expr:
     """Numbers a token on one rank."""
-    n, types = lead(node.meta["val"], region.tokens), node.meta["types"]
+    n, types = region.tokens.lead(node.meta["val"]), node.meta["types"]
     cut = region.program.mesh.size([a for a, t in types.items() if t.kind == "S" and t.dim >= n])
-    return prod([expr(s) for s in node.meta["val"].shape[n:]], start=sympy.Integer(1)) / cut
+    numel = prod([expr(s) for s in node.meta["val"].shape], start=sympy.Integer(1))
+    return sympy.cancel(numel / region.tokens.number) / cut

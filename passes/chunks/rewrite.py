@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from moec.passes.chunks.region import History, Region
-from moec.passes.chunks.rows import ADDED, ROWS, SHARED, TOKENS, lead
+from moec.passes.chunks.rows import ADDED, ROWS, SHARED, TOKENS
 from moec.passes.chunks.types import chunk_types
 from moec.passes.rewrite import new
 from moec.passes.shard.sizes import Sizes
@@ -43,9 +43,12 @@ class _Writer:
         self.graph, self.mesh = self.program.graph, self.program.mesh
         self.sizes = Sizes(self.program, self.mesh.size(self.mesh.role("dp")))
         self.chunks: dict[fx.Node, list[fx.Node]] = {}
+        self.tokens = region.tokens
         like = next(n.meta["val"] for n in region.history if isinstance(n.meta.get("val"), torch.Tensor))
-        sequences = size_of(region.tokens / region.shards, like)
-        self.blocks = expr(sequences // self.count)
+        self.units = self.tokens.sequences or self.tokens.number / region.shards
+        """What is dealt to chunks: sequences, or tokens of one of the ranks that share a sequence."""
+        self.blocks = expr(size_of(self.units, like) // self.count)
+        """Of one chunk."""
         if self.blocks == 0:  # of fixed sizes, fewer than chunks
             self.blocks = sympy.Integer(1)
 
@@ -75,7 +78,7 @@ class _Writer:
 
     def _split(self, value: fx.Node, history: History, reader: fx.Node) -> list[fx.Node]:
         val, types = self._of_chunk(value.meta["val"], value.meta["types"], TOKENS)
-        n, blocks = lead(value.meta["val"], self.region.tokens), self.region.blocks(history)
+        n, blocks = self.tokens.lead(value.meta["val"]), self._together(value, history)
         node = new(reader, moec_ops.split_tokens.default, (value, self.count, n, blocks), [val] * self.count)
         node.meta.update(types=[types] * self.count, grad=value.meta["grad"], padded=True)
         chunks = []
@@ -88,13 +91,22 @@ class _Writer:
     def _join(self, node: fx.Node, history: History) -> fx.Node:
         val, types = node.meta["val"], node.meta["types"]
         sizes = []
-        for dim in range(lead(val, self.region.tokens)):
+        for dim in range(self.tokens.lead(val)):
             shards = self.mesh.size([a for a, t in types.items() if t.kind == "S" and t.dim == dim])
             sizes.append(self.sizes.local(val.shape[dim], shards))
-        args = (self.chunks[node], sizes, self.region.blocks(history))
+        args = (self.chunks[node], sizes, self._together(node, history))
         joined = new(node, moec_ops.join_tokens.default, args, val)
         joined.meta.update(types=types, grad=node.meta["grad"])
         return joined
+
+    def _together(self, value: fx.Node, history: History) -> Any:
+        """``blocks`` of the ops that split and join."""
+        if self.tokens.sequences is None:
+            return self.region.blocks(history)
+        val, types = value.meta["val"], value.meta["types"]
+        shared = [a for a, t in types.items() if t.kind == "S" and t.dim == 0 and t.parts != 1]
+        of_each = size_of(sympy.cancel(expr(val.shape[0]) / self.tokens.sequences), val)
+        return self.sizes.local(of_each, self.mesh.size(shared))
 
     def _sum(self, node: fx.Node) -> fx.Node:
         total, *rest = self.chunks[node]
@@ -137,7 +149,7 @@ class _Writer:
         """The arguments with the sizes of a chunk."""
         name = op_name(node)
         if self.region.rows.of(node).results == (TOKENS,) and name in ("aten.reshape", "aten.expand"):
-            n, sizes, types = lead(node.meta["val"], self.region.tokens), list(args[1]), node.meta["types"]
+            n, sizes, types = self.tokens.lead(node.meta["val"]), list(args[1]), node.meta["types"]
             sizes[0] = -1
             if n == 2:
                 shared = [a for a, t in types.items() if t.kind == "S" and t.dim == 1]
@@ -154,8 +166,9 @@ class _Writer:
         """Recorded value and types of a chunk."""
         shape = list(val.shape)
         if kind == TOKENS:
-            n = lead(val, self.region.tokens)
-            shape[:n] = [self.blocks * self.region.shards] if n == 1 else [self.blocks, self.region.shards]
+            n = self.tokens.lead(val)
+            rows = sympy.cancel(expr(shape[0]) / self.units) * self.blocks
+            shape[:n] = [rows] if n == 1 else [self.blocks, self.region.shards]
             types = chunk_types(types, n, self.blocks if not self.blocks.is_Integer else int(self.blocks))
         elif kind == ROWS:
             shape[0] = self._scaled(shape[0])
@@ -163,5 +176,6 @@ class _Writer:
 
     def _scaled(self, size: Any) -> Any:
         """A recorded number of rows, of which each token has as many as another."""
-        times = sympy.cancel(expr(size) / self.region.tokens)
-        return times * self.blocks * self.region.shards if not times.free_symbols else size
+        times = sympy.cancel(expr(size) / self.tokens.number)
+        tokens = sympy.cancel(self.tokens.number / self.units) * self.blocks
+        return times * tokens if not times.free_symbols else size

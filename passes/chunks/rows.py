@@ -2,7 +2,9 @@
 
 Chunking is sharding in time: the factor rules say through which ops a chunk passes.  A value is
 
-* ``tokens``: its leading dims are all tokens of the rank, ``[T, …]`` or ``[B, S, …]`` with B·S = T;
+* ``tokens``: its leading dims are all tokens of the rank, ``[T, …]`` or ``[B, S, …]`` with B·S = T.  Where chunks are
+  whole sequences, its first dim is all of these, ``[B, …]`` or ``[T, …]``, and whatever computes sequence by sequence
+  (attention) goes with chunks too;
 * ``rows``: what the routing dealt out (type V): rows of a chunk's pairs, or counts of them;
 * ``shared``: neither; the same for every chunk (parameters, constants, a rank's expert numbers).
 
@@ -59,11 +61,27 @@ def lead(val: Any, tokens: sympy.Expr) -> int:
     return 0
 
 
-class Rows:
-    """Says how nodes of ``program`` go with chunks of ``tokens`` tokens (the recorded, global number); without
-    ``experts``, what the routing deals out does not."""
+@dataclass(frozen=True)
+class Tokens:
+    """What is cut into chunks: recorded, global numbers."""
 
-    def __init__(self, program: Program, tokens: sympy.Expr, experts: bool = True) -> None:
+    number: sympy.Expr
+    sequences: sympy.Expr | None = None
+    """How many sequences, if chunks are whole ones; None: they are any tokens."""
+
+    def lead(self, val: Any) -> int:
+        """How many leading dims of a value are cut; 0: it is no tokens."""
+        if self.sequences is None:
+            return lead(val, self.number)
+        first = [expr(s) for s in val.shape[:1]]
+        return int(any(sympy.expand(s - n) == 0 for s in first for n in (self.number, self.sequences)))
+
+
+class Rows:
+    """Says how nodes of ``program`` go with chunks of ``tokens``; without ``experts``, what the routing deals out does
+    not."""
+
+    def __init__(self, program: Program, tokens: Tokens, experts: bool = True) -> None:
         self.program, self.tokens, self.experts = program, tokens, experts
         self._known: dict[fx.Node, Roles | str] = {}
 
@@ -87,7 +105,7 @@ class Rows:
 
     def _kind(self, val: Any, types: Any) -> str:
         ragged = bool(types) and any(t.kind == "V" for t in types.values())
-        return ROWS if ragged else TOKENS if lead(val, self.tokens) else SHARED
+        return ROWS if ragged else TOKENS if self.tokens.lead(val) else SHARED
 
     def _roles(self, node: fx.Node) -> Roles | str:
         if node.op != "call_function":
@@ -115,6 +133,8 @@ class Rows:
         if name not in SIZED and any(a not in ops for a in node.all_input_nodes):
             return "it is given a size"
         if name == "aten.reshape":
+            if self.tokens.sequences is not None and -1 in node.args[1]:
+                return "it leaves a size open"
             return found if found.results == (TOKENS,) else "its result has no dims of tokens alone"
         return self._by_the_rule(node, found, ops)
 
@@ -126,7 +146,7 @@ class Rows:
         mine: set[str] = set()
         others: set[str | None] = set()
         for o, names in zip(ops, rule.operands, strict=False):
-            n = lead(o.meta["val"], self.tokens) if o in found.tokens else 0
+            n = self.tokens.lead(o.meta["val"]) if o in found.tokens else 0
             others |= set(names[n:])
             if n:
                 dims.add(names[:n])

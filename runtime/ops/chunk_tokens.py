@@ -1,11 +1,12 @@
 """``moec::split_tokens`` and ``moec::join_tokens``: the tokens of one rank as chunks, and the chunks as tokens.
 
-Legend: T tokens of this rank, N chunks, t tokens of one chunk, B batch, S sequence, G blocks.
+Legend: T tokens of this rank, N chunks, t tokens of one chunk, B batch, b its part in one chunk, S sequence, G blocks.
 
 Chunk i of T tokens has tokens ⌊i·T/N⌋ … ⌊(i+1)·T/N⌋: chunks differ by at most one token, and are empty where T < N.
 What follows the tokens' dims is kept.  Of ``x``
 
 * ``[T, …]`` (``lead`` 1) chunks are ``[t, …]``;
+* ``[B·G, …]`` (``lead`` 1, ``blocks`` G), where G neighbours stay together, they are ``[b·G, …]``;
 * ``[B, S, …]`` (``lead`` 2), T = B·S, they are ``[t, 1, …]``;
 * ``[B, G·S, …]`` (``lead`` 2, ``blocks`` G), where G ranks' tokens have been gathered along the sequence, a block each,
   they are ``[t, G, …]``: token t of every block.
@@ -36,14 +37,22 @@ def split_tokens(x: Tensor, count: int, lead: int, blocks: int) -> list[Tensor]:
         if x.shape[1] % blocks:
             raise MoecError(f"dim 1 of shape {tuple(x.shape)} is not {blocks} blocks", where="moec::split_tokens")
         x = x.unflatten(1, (blocks, x.shape[1] // blocks)).transpose(1, 2).flatten(0, 1)
-    at = bounds(x.shape[0], count)
+    at = _rows(x.shape[0], count, lead, blocks, "moec::split_tokens")
     return [x[a:b].clone(memory_format=torch.contiguous_format) for a, b in pairwise(at)]
+
+
+def _rows(rows: int, count: int, lead: int, blocks: int, where: str) -> list[int]:
+    """The first row of each chunk, and the number of rows."""
+    together = blocks if lead == 1 else 1
+    if rows % together:
+        raise MoecError(f"{rows} rows are not {together} times as many as anything", where=where)
+    return [together * a for a in bounds(rows // together, count)]
 
 
 @torch.library.custom_op("moec::join_tokens", mutates_args=(), device_types=("cpu", "cuda"))
 def join_tokens(chunks: Sequence[Tensor], sizes: Sequence[int], blocks: int) -> Tensor:
     rows = torch.cat(list(chunks))
-    at = bounds(rows.shape[0], len(chunks))
+    at = _rows(rows.shape[0], len(chunks), len(sizes), blocks, "moec::join_tokens")
     if [len(c) for c in chunks] != [b - a for a, b in pairwise(at)]:
         raise MoecError(f"{[len(c) for c in chunks]} are not the tokens of equal chunks", where="moec::join_tokens")
     if len(sizes) == 1:
@@ -56,9 +65,10 @@ def join_tokens(chunks: Sequence[Tensor], sizes: Sequence[int], blocks: int) -> 
 
 @split_tokens.register_fake
 def _(x, count, lead, blocks):
-    tokens, after = (x.shape[0], x.shape[1:]) if lead == 1 else (x.shape[0] * (x.shape[1] // blocks), x.shape[2:])
-    at, middle = bounds(tokens, count), [blocks] * (lead - 1)
-    return [x.new_empty((b - a, *middle, *after)) for a, b in pairwise(at)]
+    if lead == 1:
+        return [x.new_empty((blocks * (b - a), *x.shape[1:])) for a, b in pairwise(bounds(x.shape[0] // blocks, count))]
+    at = bounds(x.shape[0] * (x.shape[1] // blocks), count)
+    return [x.new_empty((b - a, blocks, *x.shape[2:])) for a, b in pairwise(at)]
 
 
 @join_tokens.register_fake
