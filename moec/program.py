@@ -32,7 +32,7 @@ from moec.placement import Types, show
 from moec.router import Router
 from moec.runtime.collectives import is_start
 from moec.runtime.mesh import Mesh
-from moec.runtime.torch_compat import OpOverload, expr
+from moec.runtime.torch_compat import LazyGraphModule, OpOverload, expr
 from moec.step import Step
 
 HISTORY = "_amax_history"
@@ -239,8 +239,9 @@ class Program:
         return [n for n in self.graph.nodes if n.op == "placeholder"]
 
     def fork(self) -> Program:
-        """A copy whose graph can be rewritten without touching this one (parameters are specs, never copied)."""
-        module = fx.GraphModule(self.module, copy.deepcopy(self.graph))
+        """A copy whose graph can be rewritten without touching this one (parameters are specs, never copied).  Its
+        code is generated when it first runs, not for every pass."""
+        module = LazyGraphModule(self.module, copy.deepcopy(self.graph))
         return replace(
             self,
             module=module,

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._sympy.symbol import SymT, symbol_is_type
@@ -35,6 +36,9 @@ OpOverload = torch._ops.OpOverload
 
 DispatchMode = TorchDispatchMode
 """Sees every operator call below autograd."""
+
+LazyGraphModule = _LazyGraphModule
+"""An ``fx.GraphModule`` whose code is generated when it first runs, not whenever its graph changes."""
 
 GROUPED_MM = torch._grouped_mm
 """What ``torch.nn.functional.grouped_mm`` calls."""

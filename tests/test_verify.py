@@ -161,6 +161,26 @@ def local_size_wrong(p: Program) -> fx.Node:
     return node
 
 
+def another_operator(p: Program) -> fx.Node:
+    """It gets what the right one got."""
+    node = find(p, lambda n: op_name(n) == "aten.rsqrt")
+    node.target = torch.ops.aten.isnan.default
+    return node
+
+
+def another_operand(p: Program) -> fx.Node:
+    node = find(p, lambda n: op_name(n) == "aten.rsqrt")
+    node.args = (find(p, lambda n: op_name(n) == "aten.pow"),)
+    return node
+
+
+def another_argument(p: Program) -> fx.Node:
+    """The dim is not kept."""
+    node = find(p, lambda n: op_name(n) == "aten.mean")
+    node.args = (*node.args[:2], False)
+    return node
+
+
 def recorded_shape_wrong(p: Program) -> fx.Node:
     node = find(p, lambda n: op_name(n) == "moec.route")
     getitem = next(iter(node.users))
@@ -197,6 +217,9 @@ DAMAGE = [
     (check_types, recorded_as_another_type, "is recorded as"),
     (check_types, routed_whole, r"not S\(0\)"),
     (check_shapes, local_size_wrong, "does not run on the shapes"),
+    (check_shapes, another_operator, "is torch.bool"),
+    (check_shapes, another_operand, "was recorded as"),
+    (check_shapes, another_argument, "was recorded as"),
     (check_shapes, recorded_shape_wrong, "was recorded as"),
     (check_shapes, recorded_dtype_wrong, "float64"),
     (check_shapes, sharding_recorded_wrong, "on one rank"),
