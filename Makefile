@@ -14,10 +14,11 @@ demo: .venv/.installed
 
 test: lint pytest
 
-# Four processes fill two cores; what runs in one process runs two files at a time.
+# Four processes fill two cores; what runs in one process runs two files at a time, in the order of
+# tests/conftest.py: without the option those with the most tests come first, and what takes a minute may come last.
 pytest: .venv/.installed
 	$(BIN)/python -m pytest -m "gloo and not nightly"
-	$(BIN)/python -m pytest -m "not gloo and not nightly" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not gloo and not nightly" -n 2 --dist loadfile --no-loadscope-reorder
 
 nightly: .venv/.installed
 	$(BIN)/python -m pytest -m nightly --timeout 1800

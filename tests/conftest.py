@@ -18,8 +18,17 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=300,
 hypothesis.settings.load_profile(os.environ.get("MOEC_HYPOTHESIS", "repeat"))
 
 
+LONG = (
+    "test_chunks", "test_aot", "test_commute_quantise", "test_commute_sequence", "test_check_fp8", "test_timeline",
+    "test_fp8_curve", "test_delayed_ranks", "test_covering", "test_peak_memory", "test_causal_attention",
+    "test_ops_dispatch", "test_commute_weights", "test_zoo", "test_sabotage", "test_simulated_grid",
+)  # fmt: skip
+"""Files of few tests that take long: they begin first, so that neither of two processes waits for one in the end."""
+
+
 def pytest_collection_modifyitems(items):
     """Tests that start processes of their own are marked ``gloo``: they run by themselves, the others two at a time."""
+    items.sort(key=lambda item: item.path.stem not in LONG)
     for item in items:
         if "gloo4" in item.fixturenames or item.path.name == "test_pool.py":
             item.add_marker(pytest.mark.gloo)

@@ -1,4 +1,4 @@
-"""Forty steps of ``benchmarks/fp8_curve.py``: every precision learns, and as much as fp32."""
+"""Forty steps of ``benchmarks/fp8_curve.py``: every precision learns as much as fp32 (by day, FP8 blockwise)."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ import fp8_curve  # noqa: E402
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "curves", [["fp32", "bf16", "blockwise"], pytest.param(list(fp8_curve.CURVES), marks=pytest.mark.nightly)], ids=len
+    "curves", [["fp32", "blockwise"], pytest.param(list(fp8_curve.CURVES), marks=pytest.mark.nightly)], ids=len
 )
 def test_forty_steps(curves, capsys):
     losses = fp8_curve.main(["--steps", "40", "--json", "--curves", *curves])

@@ -73,7 +73,11 @@ def trains_like_one_device(rank, world, kind, degrees, keep):
 
 @pytest.mark.parametrize(
     ("kind", "plan"),
-    [("plain", p) for p in PLANS] + [pytest.param("mixtral", p, marks=pytest.mark.nightly) for p in PLANS],
+    [
+        pytest.param(kind, p, marks=() if kind == "plain" and p != "fsdp" else pytest.mark.nightly)
+        for kind in ("plain", "mixtral")
+        for p in PLANS
+    ],
     ids=str,
 )
 def test_trains_like_one_device(gloo4, kind, plan):
