@@ -11,7 +11,7 @@ Algorithm
        rows, become ``moec.experts_rows``, the nodes between them a body (``outline_body``).
     2. Where the rows come straight from a permute and go straight into its unpermute (no exchange in between), these
        join: ``moec.experts``.
-    3. What stays op by op is in ``why_not`` with the reason.
+    3. What stays op by op is in ``why_not`` with the reason; of FP8's products ``fuse_quantise`` says it.
 
 Types are those recorded of the nodes replaced; the verifier derives them anew from the operands (``verify/dialect``).
 """
@@ -51,8 +51,6 @@ def _run(program: Program, plan: Plan) -> Program:
     for counts in dict.fromkeys(n.args[2] for n in left):  # 3
         last = [n for n in left if n.args[2] is counts][-1]
         program.why_not.append(f"{last.meta.get('where', '')}: experts are computed op by op: {why.get(last, '')}")
-    low = {n.args[2]: n.meta.get("where", "") for n in program.graph.nodes if op_name(n) == "moec.fp8_grouped_mm"}
-    program.why_not += [f"{where}: experts are computed op by op: their products are FP8's" for where in low.values()]
     program.graph.lint()
     program.module.recompile()
     return program

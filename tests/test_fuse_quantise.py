@@ -41,6 +41,7 @@ def test_operands_are_quantised_where_they_are_made(recipe):
     assert [len(calls(apart, n)) for n in names] == [1, 0, 2, 0]
     assert [len(calls(program, n)) for n in names] == [0, 1, 1, 1]
     assert not any(n.args[5] == "rows" and n.args[3] is not None for n in calls(program, "moec.quantise"))
+    assert not any("op by op" in w or "an op of its own" in w for w in program.why_not), program.why_not
     verify(program)
     witness(program)
     same(run(program), run(apart))
@@ -64,3 +65,4 @@ def test_why_not():
     _, program = around("rowwise", (2, 1, 1, 1))
     assert calls(program, "moec.permute_aligned")
     assert any("the permuted rows are also read by moec.amax" in w for w in program.why_not)
+    assert any("its scales are made from more than these rows" in w for w in program.why_not), "the activation's"
