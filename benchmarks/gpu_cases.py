@@ -140,6 +140,7 @@ def cases(tiny: bool) -> list[Case]:
         Case("grouped_mm, not transposed", ("grouped_mm", "grouped_mm_wgrad"), ops.grouped_mm,
              (x(T * K, H), small(E, H, I), counts)),
         Case("grouped_add", ("grouped_add", "grouped_sum"), ops.grouped_add, (x(T * K, H), x(E, H), fewer)),
+        Case("rms_norm", ("rms_norm",), lambda a, w: ops.rms_norm(a, [H], w, 1e-5), (x(T, H), x(H)), ("float32",)),
         *(Case(f"cross_entropy, {name}", ("cross_entropy",),
                lambda z, y, s=s, r=r: ops.cross_entropy(z, y, -100, s, r), (x(T, V) * 3, labels))
           for name, s, r in (("mean", 0.0, 1), ("sum, smoothed", 0.1, 2), ("none", 0.0, 0))),

@@ -3,8 +3,8 @@
 capture → normalize → causal_attention → raise_moe → raise_router → configure_router (where asked for) → statistics
 → shard → redundant → bundle → cast_bf16, fsdp, chunk_experts, pipeline_tp, cast_fp8, commute_quantise, units,
 use_transformer_engine (where asked for) → fuse_router, fuse_experts, fuse_quantise (of FP8), fuse_permute,
-fuse_cross_entropy (unless turned off) → lower → expand, rejoin (where layers are equal) → bind to process groups
-→ ParallelModule
+fuse_cross_entropy, fuse_norm (unless turned off) → lower → expand, rejoin (where layers are equal) → bind to process
+groups → ParallelModule
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from moec.passes.expand import Unlike, expand, expand_layers
 from moec.passes.fsdp import fsdp
 from moec.passes.fuse_cross_entropy import fuse_cross_entropy
 from moec.passes.fuse_experts import fuse_experts
+from moec.passes.fuse_norm import fuse_norm
 from moec.passes.fuse_permute import fuse_permute
 from moec.passes.fuse_quantise import fuse_quantise
 from moec.passes.fuse_router import fuse_router
@@ -72,7 +73,7 @@ __all__ = [
 PIPELINE: tuple[Pass, ...] = (
     normalize, causal_attention, raise_moe, raise_router, configure_router, statistics, shard, redundant, bundle,
     cast_bf16, fsdp, chunk_experts, pipeline_tp, cast_fp8, commute_quantise, units, use_transformer_engine, fuse_router,
-    fuse_experts, fuse_quantise, fuse_permute, fuse_cross_entropy, lower,
+    fuse_experts, fuse_quantise, fuse_permute, fuse_cross_entropy, fuse_norm, lower,
 )  # fmt: skip
 
 

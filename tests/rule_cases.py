@@ -664,6 +664,11 @@ def _(d, op):
     return op.default, (d.x("a b c"), d.shape(tail), *d.pick((), (d.x(tail),)))
 
 
+@case("moec.rms_norm")
+def _(d, op):
+    return op.default, (d.x("a b c"), d.shape("c"), d.x("c"), 1e-5)
+
+
 @case("aten._fused_rms_norm")
 def _(d, op):
     tail = d.pick("c", "b c")

@@ -22,7 +22,7 @@ from moec.program import Program
 
 STAGES = (
     "captured", "normalize", "causal_attention", "raise_moe", "raise_router", "statistics", "shard", "redundant",
-    "bundle", "fuse_router", "fuse_experts", "fuse_permute", "fuse_cross_entropy", "lower",
+    "bundle", "fuse_router", "fuse_experts", "fuse_permute", "fuse_cross_entropy", "fuse_norm", "lower",
 )  # fmt: skip
 """What is observed of a plan without options."""
 HIDDEN, WIDTH, VOCAB = 12, 24, 19

@@ -267,6 +267,10 @@ def _cross_entropy(w, node, logits_NV, labels_N, ignore, smoothing, reduction):
     return w.einsum(each, logits_NV, labels_N), lse
 
 
+def _rms_norm(w, node, x, shape, weight_H, eps):
+    return w.einsum("..._,_->..._", x, weight_H), w.einsum("..._->..._", x)
+
+
 def _alone(spec: str) -> bool:
     """Whether no token competes with one that may be elsewhere."""
     fields = json.loads(spec)
@@ -290,6 +294,7 @@ MOEC: dict[str, Callable] = {
     "moec.carry_home": _carry_home,
     **dict.fromkeys(("moec.carry_rows", "moec.carry_sorted", "moec.carry_swapped", "moec.carry_aligned"), _carry),
     "moec.logsumexp_pick": _logsumexp_pick, "moec.cross_entropy": _cross_entropy,
+    "moec.rms_norm": _rms_norm,
     "moec.pack": pack, "moec.pack_empty": pack, "moec.unpack": unpack,
     "moec.pack_bytes": pack_bytes, "moec.unpack_bytes": unpack_bytes, **FP8,
 }  # fmt: skip

@@ -208,6 +208,8 @@ FORMULAS: dict[str, Formula] = {
     "moec.place_rows": lambda n: (0, 2 * n.out + n.bytes(1), 1),
     "moec.cross_entropy": lambda n: (0, n.all, 1),
     "moec.cross_entropy_backward": lambda n: (0, n.all, 1),
+    "moec.rms_norm": lambda n: (0, n.all, 1),
+    "moec.rms_norm_backward": lambda n: (0, n.all, 1),
 }
 
 

@@ -130,7 +130,7 @@ _RULES: dict[str, Callable[[fx.Node], Rule]] = {
     "moec.lookup": einsum("v h, v, ... -> ... h"), "moec.pick": einsum("... v, v, ... k -> ... k"),
     "moec.blocked_logsumexp": einsum("... v -> ... v", carries="none"),
     "moec.logsumexp_pick": einsum("... v, v, ... k -> ... v, ... k, ...", carries="none"),
-    "moec.cross_entropy": one.fused_cross_entropy_,
+    "moec.cross_entropy": one.fused_cross_entropy_, "moec.rms_norm": one.norm_,
     "moec.boundary": pointwise("linear"),
     # creation
     **{f"aten.{n}": one.creation_ for n in _CREATION},

@@ -202,7 +202,7 @@ def norm_(node: fx.Node) -> Rule:
     rank, n = len(shape(x)), len(node.args[1])
     names = tuple(f"f{i}" for i in range(rank))
     tail = names[rank - n :]
-    # _fused_rms_norm yields the scale of each row besides
+    # _fused_rms_norm and moec.rms_norm yield the scale of each row besides
     results = [names, *(names[: rank - n] + (None,) * n for _ in result_shapes(node)[1:])]
     return Rule((names,) + tuple(tail for _ in operands(node)[1:]), tuple(results), frozenset(tail))
 

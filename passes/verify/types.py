@@ -37,6 +37,7 @@ from moec.runtime.errors import MoecError
 BY_THE_TABLE = {
     "moec.boundary", "moec.lookup", "moec.pick", "moec.blocked_logsumexp", "moec.route", "moec.drop",
     "moec.balance", "moec.inject", "moec.tally", "moec.route_counted", "moec.logsumexp_pick", "moec.cross_entropy",
+    "moec.rms_norm",
 }  # fmt: skip
 """Ops of ours that are no expert dialect: their factor rules say all."""
 
