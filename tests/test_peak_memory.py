@@ -9,6 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import moec
+from moec.program import op_name
 
 B, S = 16, 256
 """Tokens enough that values count and the buffers inside of an op, which no graph shows, do not."""
@@ -80,3 +81,14 @@ def test_saved_views_share_their_memory():
     backward = scheduled().program.step.backward(frozenset([0])).graph
     noted = [n.meta.get("lies_in") for n in backward.find_nodes(op="placeholder") if n.name.startswith("saved_")]
     assert len(noted) > len(set(noted)) and any(isinstance(where, str) for where in noted)
+
+
+def test_of_several_results_those_that_are_read_are_saved():
+    """The rows that experts give are results beside the pre-activations; no backward reads them."""
+    step = scheduled().program.step
+    saved = [n for n in step.backward(frozenset([0])).graph.find_nodes(op="placeholder") if n.name.startswith("saved_")]
+    assert not [n for n in saved if isinstance(n.meta["val"], (tuple, list))]
+    results = step.forward.graph.output_node().args[0]
+    experts = [n for n in step.forward.graph.nodes if op_name(n) == "moec.experts"]
+    kept = [{n.args[1] for n in e.users if n in results} for e in experts]
+    assert kept and all(of and 0 not in of for of in kept)

@@ -4,12 +4,13 @@
 
 Autograd itself runs while ``make_fx`` watches, on fake tensors with the shapes of one rank, so the gradient of every
 op, the duals of collectives among them, is the registered one; starts and waits are separate nodes.  Forward nodes are
-those that the outputs need, and sizes of forward values.  Everything else is backward; what it reads of the forward
-has to be saved.
+those that the outputs need, and what is taken of forward values: sizes, single results.  Everything else is backward;
+what it reads of the forward has to be saved.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,8 +122,9 @@ def _partition(module: fx.GraphModule, leaves: list[Any], num_tangents: int, fou
     assert len(tangents) == num_tangents and not needed & set(tangents)
     body = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     known = needed | set(inputs)
-    for node in body:  # a size is saved as a number, not as the tensor that has it
-        if isinstance(node.meta.get("val"), (int, torch.SymInt)) and known.issuperset(node.all_input_nodes):
+    for node in body:  # a size is saved as a number, not as the tensor that has it; of several results what is read
+        part = isinstance(node.meta.get("val"), (int, torch.SymInt)) or node.target is operator.getitem
+        if part and known.issuperset(node.all_input_nodes):
             needed.add(node)
             known.add(node)
     given = iter(grads)
