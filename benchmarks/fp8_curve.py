@@ -9,7 +9,7 @@ is one object: for every curve the mean over seeds of the mean of its last losse
 How many seeds: training amplifies any rounding, so a curve's distance to fp32's has noise of its own.  Seed 0, run
 twice with fp32 sums in two orders, put its standard deviation at 0.7% of the loss; by that 6 seeds bring the standard
 error of a mean distance to 0.3%, a third of the 1% that is asked about.  Beside each mean is the standard error that
-its own seeds show: where that is larger, more seeds are needed before anything is said about 1%.
+its own seeds show (0.2 to 0.8% over those six): a mean below 1% is what they say, not what any further seed will.
 
 ``--write``: losses and a plot into ``benchmarks/results``.  Losses are written after every curve, and what is there
 already is not computed again: a stopped run goes on, and all curves of a seed come before the next seed.  After a
