@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from moec.cost import Sizes, cluster, predict
 from moec.overlap import By
+from moec.passes.chunk_experts import LEAST
 from moec.plan import Plan
 from moec.program import Program
 from moec.runtime.errors import MoecError
@@ -54,7 +55,7 @@ def choose(
     both: tuple[By, ...] = ("sequences", "tokens")
     for by in both if overlap.chunk_by == "auto" else (overlap.chunk_by,):
         for n in MORE:
-            if (by == "sequences" and n > sequences) or slower((n, by)):  # 2
+            if (by == "sequences" and LEAST * n > sequences) or slower((n, by)):  # 2
                 break
     if not found:
         raise refused[1, "tokens"]

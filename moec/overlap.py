@@ -29,7 +29,8 @@ class Overlap:
     step is fastest with (``moec.chunks``), which compiles the program a few times."""
     chunk_by: By = "auto"
     """What a chunk is: any tokens of a rank, or whole sequences of its batch, so that one chunk's attention runs beside
-    another's exchanges.  ``auto``: with ``chunks="auto"`` what the cost model says is faster, else tokens."""
+    another's exchanges (where the example call has at least two sequences for each).  ``auto``: with ``chunks="auto"``
+    what the cost model says is faster, else tokens."""
     schedule: bool = True
     """List scheduling of the forward and the backward graph; False leaves the order in which they were built."""
     bucket_mb: float | Literal["auto"] | None = "auto"

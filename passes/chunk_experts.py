@@ -41,6 +41,8 @@ from moec.runtime.collectives import CONVERSIONS, collective, is_wait
 from moec.runtime.torch_compat import expr, hint
 
 PERMUTES = ("moec.permute", "moec.permute_kept", "moec.slots")
+LEAST = 2
+"""Sequences of a chunk, in the example."""
 STAY = (torch.ops.aten.reshape.default, torch.ops.moec.i_to_r.default)
 """Ops on the way to a permute that leave tokens where they are."""
 
@@ -59,13 +61,14 @@ def _run(program: Program, plan: Plan) -> Program:
 
 
 def _enough(program: Program, block: frozenset[fx.Node], count: int) -> bool:
-    """Are there as many sequences as chunks?  (Sizes of none would be taken for constants.)"""
+    """Are there two sequences a chunk?  (Where ops are inferred anew, sizes of none or one are taken for constants.)"""
     sequences = _sequences(program, _tokens_of(block)[0])
-    if sequences is not None and (hint(sequences) or 0) >= count:
+    if sequences is not None and (hint(sequences) or 0) >= LEAST * count:
         return True
     where = next((n.meta["where"] for n in block if n.meta.get("where")), "")
     found = "no sequences" if sequences is None else f"{hint(sequences)} sequences"
-    program.why_not.append(f"{where}: chunks are not whole sequences: the example has {found}, for {count} chunks")
+    wanted = f"{count} chunks of {LEAST}"
+    program.why_not.append(f"{where}: chunks are not whole sequences: the example has {found}, for {wanted}")
     return False
 
 

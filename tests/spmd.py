@@ -148,7 +148,7 @@ def build(shape: Shape, seed: int = 0, skew: float = 1.0) -> Model:
 
 @cache
 def captured(shape: Shape) -> Program:
-    ids = torch.randint(0, VOCAB, (2, 5))
+    ids = torch.randint(0, VOCAB, (4, 5))
     return capture(build(shape), (ids, ids.flip(0)), {}, training=True)
 
 

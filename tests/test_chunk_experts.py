@@ -110,7 +110,7 @@ def test_whole_sequences_go_through_attention(name: str) -> None:
 
 def test_tokens_where_sequences_are_too_few_or_compete() -> None:
     program = stages("alltoall", 3, "sequences")["lower"]
-    assert any("the example has 2 sequences, for 3 chunks" in w for w in program.why_not)
+    assert any("the example has 4 sequences, for 3 chunks of 2" in w for w in program.why_not)
     assert exchanges(program) == exchanges(stages("alltoall", 3)["lower"])
     with pytest.raises(moec.MoecError, match="chunk_by='rows'"):
         Overlap(chunks=2, chunk_by="rows")

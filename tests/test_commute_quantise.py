@@ -11,10 +11,12 @@ from witness import WitnessError, witness
 
 from moec.check import _relative
 from moec.explain import explain
+from moec.overlap import Overlap
 from moec.passes.verify import verify
 from moec.plan import Plan
 from moec.precision import Precision
 from moec.program import op_name
+from moec.router import Router
 from moec.runtime.errors import MoecError
 from moec.runtime.fp8.payload import width
 
@@ -78,6 +80,22 @@ def test_any_number_of_ranks_computes_what_one_does(plan, precision):
         assert all(torch.equal(want.outputs[path], bare.outputs[path]) for path in want.outputs), "and not twice"
     else:
         assert 1e-4 < distance(want, bare) < 0.5, "payloads round, and do no more"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"dispatch": "static", "router": Router(capacity_factor=1.0)}, {"overlap": Overlap(chunks=2)},
+     {"overlap": Overlap(chunks=2, chunk_by="sequences")}],
+    ids=["static", "chunks of tokens", "chunks of sequences"],
+)  # fmt: skip
+def test_what_travels_in_slots_and_in_chunks_is_rounded_once(options):
+    """The experts' products read rounded tokens in any case, so the payload changes no output."""
+    truth = oracle(build(SHAPE), BATCH)
+    bare, sent = (compiled({"fp8": "blockwise"} | more, (2, 1, 2, 1), **options) for more in ({}, THERE))
+    assert not calls(bare, "moec.encode_rows") and calls(sent, "moec.encode_rows")
+    want, got = truth._run(bare), truth._run(sent)
+    assert all(torch.equal(got.outputs[path], want.outputs[path]) for path in want.outputs)
+    assert distance(got, want) < 1e-4  # weights' gradients read tiles of what was rounded
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
