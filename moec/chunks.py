@@ -16,8 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from moec.cost import Sizes, cluster, predict
-from moec.overlap import By
-from moec.passes.chunk_experts import LEAST
+from moec.overlap import LEAST, By
 from moec.plan import Plan
 from moec.program import Program
 from moec.runtime.errors import MoecError

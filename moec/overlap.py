@@ -18,6 +18,8 @@ from typing import Any, Literal
 from moec.runtime.errors import MoecError
 
 By = Literal["tokens", "sequences", "auto"]
+LEAST = 2
+"""Sequences that the example has for each chunk of whole ones."""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ import sympy
 import torch
 from torch import fx
 
+from moec.overlap import LEAST
 from moec.passes.chunks.apply import Groups, chunk
 from moec.passes.chunks.region import Layout
 from moec.passes.chunks.rows import Tokens, lead
@@ -41,8 +42,6 @@ from moec.runtime.collectives import CONVERSIONS, collective, is_wait
 from moec.runtime.torch_compat import expr, hint
 
 PERMUTES = ("moec.permute", "moec.permute_kept", "moec.slots")
-LEAST = 2
-"""Sequences of a chunk, in the example."""
 STAY = (torch.ops.aten.reshape.default, torch.ops.moec.i_to_r.default)
 """Ops on the way to a permute that leave tokens where they are."""
 
