@@ -1,7 +1,7 @@
 """chunks: what ``Overlap(chunks="auto")`` means, by the cost model: how many chunks, and of what (``chunk_by``).
 
 1. The program is compiled with 1, 2 and 4 chunks, each scheduled as it would run, and its step is predicted: of whole
-   sequences, as far as the example's batch has so many, and of any tokens.  What a number of chunks is refused for (an
+   sequences, if a rank's batch has ``LEAST`` for each, and of any tokens.  What a number of chunks is refused for (an
    FP8 recipe that scales all tokens together, a bound of memory) rules out that number, not the plan.
 2. It stops where more chunks are no longer faster, and takes the fastest; of those as fast (within ``SAME``), the one
    with the fewest.  What was compared is in ``why_not``.
@@ -41,14 +41,14 @@ def choose(
     refused: dict[Chunks, MoecError] = {}
 
     def slower(chunks: Chunks) -> bool:
-        """Is it slower than another that was tried?"""
+        """Is it slower than fewer of the same?"""
         candidate = replace(plan, overlap=replace(overlap, chunks=chunks[0], chunk_by=chunks[1]))
         try:
             found[chunks] = step_seconds(compiled(candidate), overlap.cluster, shapes)
         except MoecError as e:
             refused[chunks] = e
             return False
-        return found[chunks] > min(found.values()) * (1 + SAME)
+        return found[chunks] > min(s for c, s in found.items() if 1 in c or c[1] == chunks[1]) * (1 + SAME)
 
     slower((1, "tokens"))  # 1
     both: tuple[By, ...] = ("sequences", "tokens")

@@ -46,7 +46,7 @@ PLANS = {
     "gathered sequence": Plan(2, 2, 2, 2, sequence_parallel=True, dispatch="allgather"),
 }
 BY_DAY = {("alltoall", 3), ("sequence", 5), ("hierarchical", 2)}
-BY_DAY_SEQUENCES = {"alltoall", "gathered sequence", "context"}
+BY_DAY_SEQUENCES = {"alltoall", "sequence", "context"}
 
 
 def plan_of(name: str, chunks: int | str, by: str = "tokens") -> Plan:

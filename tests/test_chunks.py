@@ -50,6 +50,17 @@ def test_the_fastest_number_is_chosen(monkeypatch, seconds, best, compared):
         choose(auto, compiled, {}, 8)
 
 
+def test_a_batch_of_few_sequences_is_cut_into_few(monkeypatch):
+    """Two sequences a chunk at least; any tokens are compared as well, and of as fast, the fewest chunks."""
+    monkeypatch.setattr("moec.chunks.step_seconds", lambda overlap, *_: 9.0 / overlap.chunks)
+    auto = moec.Plan(overlap=moec.Overlap(chunks="auto"))
+    for sequences, most in ((3, 1), (4, 2), (7, 2), (8, 4)):
+        plan, said = choose(auto, lambda plan: plan.overlap, {}, sequences)
+        tried = {(int(n), by) for n, by in re.findall(r"(\d) of (\w+): ", said)}
+        assert tried == {(n, "tokens") for n in MORE} | {(n, "sequences") for n in MORE if n <= most}
+        assert (plan.overlap.chunks, plan.overlap.chunk_by) == (4, "sequences" if most == 4 else "tokens")
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clusters")

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import moec
 from moec.runtime.direct import direct
-from moec.runtime.torch_compat import observed
+from moec.runtime.torch_compat import WAIT, observed
 
 ops = torch.ops.moec
 SWIGLU = "x = whole(h0); g = whole(h1); s = silu(x); y = mul(s, g); return y"
@@ -61,6 +61,16 @@ def test_an_operator_without_a_derivative_says_so():
         q, *_ = run(torch.randn(32, 12, requires_grad=True), torch.tensor([3]))
         with pytest.raises(RuntimeError, match="no autograd formula"):
             q.float().sum().backward()
+
+
+def test_a_wait_waits_and_gives_what_it_was_given(monkeypatch):
+    waited = []
+    monkeypatch.setattr("moec.runtime.direct.wait", waited.append)
+    g = fx.Graph()
+    g.output(g.call_function(WAIT, (g.placeholder("x"),)))
+    x = 2 * torch.randn(3, requires_grad=True)
+    assert direct(fx.GraphModule(nn.Module(), g))(x) is x
+    assert len(waited) == 1 and waited[0] is x
 
 
 def test_operators_are_gone_from_the_graph():

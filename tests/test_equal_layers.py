@@ -17,8 +17,10 @@ from moec.capture.export import _capture
 from moec.capture.layers import Unknown, Used, find_repeats
 from moec.capture.thin import Irregular, Thin
 from moec.passes.expand import Unlike, expand_layers
+from moec.passes.verify.reinfer import check_shapes
 from moec.placement import I
-from moec.program import Program, Repeat
+from moec.program import Program, Repeat, op_name
+from moec.runtime.torch_compat import expr, is_unbacked
 
 PLAN, WORLD = moec.Plan(dp=2, tp=2, ep=4), 4
 OTHER_AXES = [
@@ -194,3 +196,15 @@ def test_every_axis(captured, plan, monkeypatch):
 @pytest.mark.nightly
 def test_two_kinds_of_layers_in_turn(monkeypatch):
     assert_equal(*compile_both(Alternating(), kwargs(), monkeypatch))
+
+
+def test_copies_of_a_layer_have_sizes_of_their_own():
+    """What depends on data in one layer is no size of another, though the same ops get the same shapes there."""
+    stages = {}
+    moec.compile_program(
+        Deep(layers=5), moec.Plan(dp=2, ep=2), 2, batch(), {}, training=True, observe=lambda n, p: stages.update({n: p})
+    )
+    program = compiler.expanded(stages["shard"])
+    check_shapes(program)
+    sizes = [expr(n.meta["local"].shape[0]) for n in program.graph.nodes if op_name(n) == "moec.all_to_all"]
+    assert len(sizes) == len(set(sizes)) == 10 and all(map(is_unbacked, sizes))

@@ -30,8 +30,9 @@ def test_forty_steps(curves, capsys):
 
 def test_the_committed_curves_are_within_a_hundredth():
     found = json.loads((ROOT / "benchmarks" / "results" / "fp8_curve.json").read_text())
-    assert found["steps"] == 300
+    assert found["steps"] == 300 and found["losses"].keys() == fp8_curve.CURVES.keys()
     fp32 = found["losses"]["fp32"]
+    assert list(fp32) == [str(seed) for seed in range(6)]
     assert all(sum(x[-50:]) / 50 < x[0] - 1.0 for x in fp32.values())
     for name, losses in found["losses"].items():
         assert losses.keys() == fp32.keys(), "the same seeds"

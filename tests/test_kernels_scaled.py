@@ -155,7 +155,7 @@ def test_the_compiled_list_has_what_is_launched(monkeypatch, name):
     for module in (scaled.scaled_rows, scaled.scaled_outer):
         monkeypatch.setattr(module, "launch", lambda spec, *_: launched.append(spec))
     arch = "sm_100"
-    monkeypatch.setattr(scaled, "how", lambda recipe, _: scaled_catalog.way_on(recipe, arch))
+    monkeypatch.setattr(scaled, "arch_of", lambda _: arch)
     monkeypatch.setattr(scaled, "choose", lambda family, shape, _: default(family, shape, arch))
     monkeypatch.setattr(scaled.zero_tail, "launch", lambda offset, y: y)
     counts = torch.tensor([recipe.alignment, recipe.alignment])

@@ -49,7 +49,7 @@ def test_a_chunk_that_nobody_reads_gets_no_gradient():
 def test_what_is_no_chunks():
     with pytest.raises(MoecError, match="dim 1 of shape"):
         ops.split_tokens(torch.zeros(2, 5, 1), 2, 2, 2)
-    with pytest.raises(MoecError, match="7 rows are not 2 times"):
+    with pytest.raises(MoecError, match="7 rows do not consist of blocks of 2"):
         ops.split_tokens(torch.zeros(7, 1), 2, 1, 2)
     with pytest.raises(MoecError, match=r"\[2, 1\] are not the tokens of equal chunks"):
         ops.join_tokens([torch.zeros(2, 1), torch.zeros(1, 1)], [3], 1)

@@ -13,6 +13,7 @@ from spmd import STAGES, Shape, compiled
 from torch import fx
 
 from moec.passes.verify import check_shapes, check_structure, check_types, verify
+from moec.passes.verify.reinfer import _alike
 from moec.placement import I, P, R, S
 from moec.program import Program, op_name
 from moec.runtime.collectives import TABLE, collective, is_start
@@ -280,3 +281,15 @@ def test_the_contract_of_inputs_and_outputs(what) -> None:
         program.inputs["ghost"] = next(iter(program.inputs.values()))
     with pytest.raises(MoecError, match=r"not exactly one of|names|no placeholder for"):
         check_structure(program)
+
+
+def test_what_an_op_can_tell_apart_is_not_alike():
+    """Or the result of another run would stand for what it gives."""
+    x = torch.empty(4, 6, device="meta")
+    assert _alike((x, [1, {"dim": slice(0, 2)}, None]), (torch.empty_like(x), [1, {"dim": slice(0, 2)}, None]))
+    turned, behind = x.T.contiguous().T, x.new_empty(30)[6:].view(4, 6)
+    for other in (turned, behind, x.new_empty(6, 4), x.double(), torch.empty(4, 6), None):
+        assert not _alike(x, other), other
+    pairs = ((1, True), (1, 1.0), (0, None), ([1], (1,)), ([1], [1, 2]), ({"a": 1}, {"b": 1}), (slice(1), slice(2)))
+    for a, b in pairs:
+        assert not _alike(a, b), (a, b)

@@ -26,12 +26,15 @@ from .tiles import NATIVE_E8M0, Shape, Tile, architecture, choose
 ROWS_TITLE, OUTER_TITLE = "moec: FP8 rows times weights.", "moec: gradient of a weight, of FP8 operands."
 
 
-def how(recipe: Recipe, device: torch.device) -> Way:
-    """How scales are applied on a device."""
+def how(recipe: Recipe, arch: str) -> Way:
+    """How scales are applied on a GPU of this architecture (``sm_90``; of none where Triton interprets)."""
     if recipe.reads_whole:
         return "whole"
-    arch = architecture(device.index or 0) if device.type == "cuda" else ""
     return "native" if recipe.scales == "e8m0" and arch in NATIVE_E8M0 else "promoted"
+
+
+def arch_of(device: torch.device) -> str:
+    return architecture(device.index or 0) if device.type == "cuda" else ""
 
 
 def family(recipe: Recipe, kind: str) -> str:
@@ -54,7 +57,7 @@ def rows(
     Scales: [N, D / B] (or what expands to [N, 1]), and [E, D / B, C] or [E, D / B, C / B] (what expands to
     [E, 1, C])."""
     (N, D), (E, _, C) = a_ND.shape, b_EDC.shape
-    way = way or how(recipe, a_ND.device)
+    way = way or how(recipe, arch_of(a_ND.device))
     tile = tile or tile_of(recipe, "rows", Shape(C, D, -(-N // max(E, 1)), E4M3), way, a_ND.device)
     if way == "whole":
         a_s, b_s = a_s.expand(N, 1), b_s.expand(E, 1, C)
@@ -76,7 +79,7 @@ def outer(
     """dw [E, P, Q] = aᵀ · b of every group; both contiguous along N, scales [N / B, ·] (or what expands to [1, ·]).
     Groups begin and end at multiples of ``aligned``."""
     (N, P), Q, E = a_NP.shape, b_NQ.shape[1], offset_E1.shape[0] - 1
-    way = way or how(recipe, a_NP.device)
+    way = way or how(recipe, arch_of(a_NP.device))
     tile = tile or tile_of(recipe, "outer", Shape(P, Q, -(-N // max(E, 1)), E4M3), way, a_NP.device)
     if way == "whole":
         a_s, b_s = a_s.expand(1, P), b_s.expand(1, Q)

@@ -14,10 +14,10 @@ from ..fp8.recipes import E4M3, E5M2
 from ..fp8.tiles import num_tiles
 from . import scaled_outer, scaled_rows
 from .entry import Entry
-from .scaled import OUTER_TITLE, ROWS_TITLE, family
+from .scaled import OUTER_TITLE, ROWS_TITLE, family, how
 from .scaled_outer import ScaledOuter
-from .scaled_rows import ScaledRows, Way
-from .tiles import NATIVE_E8M0, Shape, default
+from .scaled_rows import ScaledRows
+from .tiles import Shape, default
 
 TARGETS = ("sm_90", "sm_100", "gfx950")
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -70,7 +70,7 @@ def rows_spec(
     scales_b = (scales_b[0] if E > 1 else 0, *scales_b[1:])
     tile = default(family(recipe, "rows"), Shape(C, D, rows, E4M3), arch)
     return ScaledRows(
-        ROWS_TITLE, E, D, C, way_on(recipe, arch), recipe.block or D, recipe.square_weights, scales_a, scales_b,
+        ROWS_TITLE, E, D, C, how(recipe, arch), recipe.block or D, recipe.square_weights, scales_a, scales_b,
         recipe.scales == "e8m0", dtype, tile,
     )  # fmt: skip
 
@@ -85,19 +85,13 @@ def outer_spec(
 ) -> ScaledOuter:
     tile = default(family(recipe, "outer"), Shape(P, Q, ROWS, E4M3), arch)
     return ScaledOuter(
-        OUTER_TITLE, E, P, Q, way_on(recipe, arch), recipe.block, aligned or recipe.alignment,
+        OUTER_TITLE, E, P, Q, how(recipe, arch), recipe.block, aligned or recipe.alignment,
         recipe.scales == "e8m0", dtype, tile,
     )  # fmt: skip
 
 
 def source(spec: ScaledRows | ScaledOuter) -> str:
     return scaled_outer.source(spec) if isinstance(spec, ScaledOuter) else scaled_rows.source(spec)
-
-
-def way_on(recipe: Recipe, arch: str) -> Way:
-    if recipe.reads_whole:
-        return "whole"
-    return "native" if recipe.scales == "e8m0" and arch in NATIVE_E8M0 else "promoted"
 
 
 def _entry(

@@ -27,7 +27,7 @@ Tensors = tuple[Tensor, Tensor]
 
 def candidates(recipe: Recipe, device: torch.device) -> tuple[Tile, ...]:
     """Tiles worth a try: as deep as a block where every block is scaled by itself."""
-    depths = (recipe.block,) if scaled.how(recipe, device) == "promoted" else (64, 128, 256)
+    depths = (recipe.block,) if scaled.how(recipe, scaled.arch_of(device)) == "promoted" else (64, 128, 256)
     return tuple(
         Tile(m, n, k, warps, stages, programs=2 if warps == 4 else 1)
         for m, n, warps in SIZES for k in depths for stages in (2, 3, 4, 5)

@@ -45,7 +45,7 @@ def _rows(rows: int, count: int, lead: int, blocks: int, where: str) -> list[int
     """The first row of each chunk, and the number of rows."""
     together = blocks if lead == 1 else 1
     if rows % together:
-        raise MoecError(f"{rows} rows are not {together} times as many as anything", where=where)
+        raise MoecError(f"{rows} rows do not consist of blocks of {together}", where=where)
     return [together * a for a in bounds(rows // together, count)]
 
 
