@@ -50,9 +50,12 @@ def cases(tiny: bool) -> list[Case]:
         names = ",".join(str(t.dtype).removeprefix("torch.") for t in (a, b))
         return ops.unpack_bytes(flat, 1, [1, 0], [True, False], [2, *a.shape, 2, *b.shape], names)
 
-    def sent(move: str, a: Tensor, *rest: Any) -> list[Tensor]:
+    def largest(a: Tensor, payload: str) -> Tensor | None:
+        return a.detach().float().abs().amax().view(1, 1) if payload == "current" else None
+
+    def sent(move: str, a: Tensor, *rest: Any, payload: str = "blockwise") -> list[Tensor]:
         """Rows as a payload through a move and back."""
-        carrier, data = ops.encode_rows(a, None, "blockwise", "rows")
+        carrier, data = ops.encode_rows(a, most := largest(a, payload), payload, "rows")
         if move == "rows":
             data, _, at = ops.permute(data, *rest)
             rest = (at,)
@@ -61,11 +64,11 @@ def cases(tiny: bool) -> list[Case]:
                 data, *rest
             )
         carrier = getattr(ops, f"carry_{move}")(carrier, data, *rest)
-        return ops.decode_rows(data, carrier, None, "blockwise", "rows")
+        return ops.decode_rows(data, carrier, most, payload, "rows")
 
-    def operand(a: Tensor) -> list[Tensor]:
-        carrier, data = ops.encode_rows(a.detach(), None, "blockwise", "rows")
-        return [t.float() for t in ops.decode_operand(data, carrier, None, None, None, "blockwise", True)[1:]]
+    def operand(a: Tensor, c: Tensor | None, payload: str) -> list[Tensor]:
+        carrier, data = ops.encode_rows(a.detach(), most := largest(a, payload), payload, "rows")
+        return [t.float() for t in ops.decode_operand(data, carrier, most, most, c, payload, True)[1:]]
 
     ids = torch.stack([torch.randperm(E - 1, generator=gen)[:K] for _ in range(T)])  # the last expert gets nothing
     holes = ids.masked_fill(torch.rand(T, K, generator=gen) < 0.2, -1)
@@ -182,7 +185,15 @@ def cases(tiny: bool) -> list[Case]:
               ("swapped", (x(12 * 5, H),), (3, 4)), ("aligned", (x(T * K, H), fewer), (16,)),
               ("home", (x(T, H),), ("",)),
           )),
-        Case("decode_operand", ("decode_operand",), operand, (x(T, H),), limit=0.08),
+        # Powers of two divide exactly; of other scales a number may become the neighbouring one.
+        *(Case(f"payload, {payload}", ("encode_rows", "decode_rows", "carry_home"),
+               lambda a, payload=payload: sent("home", a, "", payload=payload), (x(T, H + 1),),
+               limit=0.0 if payload in ("blockwise", "mxfp8") else 0.08)
+          for payload in ("current", "rowwise", "blockwise", "mxfp8")),
+        *(Case(f"decode_operand, {payload}{', experts' if c is not None else ''}", ("decode_operand",),
+               lambda a, c, payload=payload: operand(a, c, payload), (x(256, H + 1), c),
+               limit=0.0 if payload in ("blockwise", "mxfp8") else 0.08)
+          for payload in ("current", "rowwise", "blockwise", "mxfp8") for c in (None, torch.tensor([100, 5]))),
         Case("fan_max", ("fan_max",), lambda a: ops.fan_max(a, 2), (x(1, 1),)),
         Case("past_amax", ("past_amax",), lambda h, a: ops.past_amax(h, 0, a, "delayed", "rows"),
              (x(3, 5).abs(), x(T, H))),

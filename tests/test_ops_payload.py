@@ -60,6 +60,16 @@ def test_rows_that_nobody_filled_are_zeros():
         assert torch.equal(y, torch.zeros(3, 130))
 
 
+@pytest.mark.parametrize("name", ("bf16", *NAMES))
+def test_no_rows(name):
+    """Of a rank whose experts nobody chose."""
+    x = torch.empty(0, 130)
+    most = amax(x, (0, 0)) if name == "current" else None
+    carrier, data = ops.encode_rows(x, most, name, "rows")
+    assert data.shape == (0, width(130, name))
+    assert ops.decode_rows(data, carrier, most, name, "rows").shape == (0, 130)
+
+
 def test_widths():
     assert [width(1024, n) for n in ("bf16", *NAMES)] == [2048, 1024, 1028, 1032, 1056]
 

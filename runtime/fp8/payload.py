@@ -47,8 +47,7 @@ def packed(x: Tensor, payload: str, role: str, amax: Tensor | None = None) -> Te
     ``amax``: fp32 [1, 1], the largest magnitude of the whole tensor, where the recipe has one scale."""
     if payload == BF16:
         return x.to(torch.bfloat16, copy=True).contiguous().view(torch.uint8)
-    recipe = Recipe.parse(payload)
-    _check_amax(recipe, amax)
+    recipe = checked(payload, amax)
     x_NH = x.reshape(-1, x.shape[-1])
     q_NH, scale = quantised(x_NH, recipe, role, False, amax)
     parts = [q_NH.view(torch.uint8)]
@@ -56,15 +55,13 @@ def packed(x: Tensor, payload: str, role: str, amax: Tensor | None = None) -> Te
         parts.append(scale.contiguous().view(torch.uint8))
     elif recipe.shared == "block":
         parts.append(scale.to(E8M0).view(torch.uint8))
-    return torch.cat(parts, 1).view(*x.shape[:-1], -1)
+    return torch.cat(parts, 1).view(*x.shape[:-1], width(x.shape[-1], payload))
 
 
 def unpacked(data: Tensor, H: int, payload: str, role: str, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``(q [..., H], scales [..., 1 or a tile])`` as ``quantised`` gives them, of a recipe's payload."""
-    recipe = Recipe.parse(payload)
-    _check_amax(recipe, amax)
-    if data.shape[-1] != width(H, payload):
-        raise MoecError(f"rows of {data.shape[-1]} bytes are no {payload} payload of {H} numbers", where="payload")
+    recipe = checked(payload, amax)
+    check_width(data, H, payload)
     q = data[..., :H].clone(memory_format=torch.contiguous_format).view(recipe.format(role))
     rest = data[..., H:].clone(memory_format=torch.contiguous_format)  # of one row a view would begin anywhere
     if recipe.shared == "tensor":
@@ -90,9 +87,17 @@ def values(
     return dequantised(q, scale, Recipe.parse(payload), role, False, dtype)
 
 
-def _check_amax(recipe: Recipe, amax: Tensor | None) -> None:
+def checked(payload: str, amax: Tensor | None) -> Recipe:
+    """The recipe of a payload.  Raises MoecError where one scale, and none else, has no largest magnitude."""
+    recipe = Recipe.parse(payload)
     if (amax is not None) != (recipe.shared == "tensor"):
         raise MoecError(
             f"{'a' if amax is not None else 'no'} largest magnitude of the tensor for a payload of {recipe.name}",
             where="payload",
         )
+    return recipe
+
+
+def check_width(data: Tensor, H: int, payload: str) -> None:
+    if data.shape[-1] != width(H, payload):
+        raise MoecError(f"rows of {data.shape[-1]} bytes are no {payload} payload of {H} numbers", where="payload")

@@ -6,6 +6,10 @@ this package does the registering and nothing else: Triton is imported by ``sour
 """
 
 from . import (
+    amax,
+    decode,
+    decode_operand,
+    encode,
     experts,
     grouped,
     permute,
@@ -16,11 +20,16 @@ from . import (
     scaled_grouped_mm,
     scaled_mm,
     softmax_rows,
+    turn,
     unpermute,
     unpermute_backward,
 )
 
 __all__ = [
+    "amax",
+    "decode",
+    "decode_operand",
+    "encode",
     "experts",
     "grouped",
     "permute",
@@ -31,6 +40,7 @@ __all__ = [
     "scaled_grouped_mm",
     "scaled_mm",
     "softmax_rows",
+    "turn",
     "unpermute",
     "unpermute_backward",
 ]

@@ -1,15 +1,17 @@
-"""Quantise on a GPU by the recipes of tiles (blockwise, mxfp8): a matrix is read once, both layouts are written.
-With ``permute_quantised`` the matrix is the permuted rows, which are gathered as they are read and exist nowhere else.
+"""Quantise on a GPU: a matrix is read once, both layouts are written.  With ``permute_quantised`` the matrix is the
+permuted rows, which are gathered as they are read and exist nowhere else.
 
 Legend: L leading dims as one (experts), R rows, C columns, B the recipe's block.
 
-A program has B x B elements, which are whole tiles of every kind (1 x B, B x 1, B x B): nothing is read twice and no
-program waits for another one.  Scales are powers of two, so a quotient is exact and every number is that of the CPU op.
-Recipes whose scales depend on whole dims are ordinary torch code on any device.
+A program has B x B elements.  By the recipes of tiles (blockwise, mxfp8) these are whole tiles of every kind (1 x B,
+B x 1, B x B): nothing is read twice and no program waits for another one.  By those whose scales depend on whole dims
+(rowwise, current, delayed) the scales are known before: from the largest magnitudes that are given, or from one more
+read of the matrix (``amax.py``).  Every number is that of the CPU op: a quotient is rounded to nearest.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -17,12 +19,13 @@ import torch
 from torch import Tensor
 
 from ..fp8 import Recipe
-from ..fp8.recipes import E8M0, Tile
-from ..fp8.tiles import num_tiles
+from ..fp8.recipes import E4M3, E5M2, E8M0, LARGEST, Tile
+from ..fp8.tiles import num_tiles, scale_of
 from ..ops import permute_quantised as permute_op
 from ..ops import quantise as op
 from ..ops.align_rows import real_rows
 from ..ops.permute_aligned import RECIPE_OF, num_rows
+from . import amax as largest
 from . import permute
 from .expressions import TRITON
 from .source import load
@@ -58,9 +61,10 @@ exponent = tl.where(<largest> > 0.0, exponent, 0)
 """
 """The scale of the largest magnitudes of tiles."""
 NUMBERS = """
-q = tl.clamp(tl.div_rn(x, <spread>), -448.0, 448.0)
-q = tl.where(finite, q, float("nan")).to(tl.float8e4nv)
+q = tl.clamp(tl.div_rn(x, <spread>), -<limit>, <limit>)
+q = tl.where(finite, q, float("nan")).to(<format>)
 """
+FORMATS = {E4M3: "tl.float8e4nv", E5M2: "tl.float8e5"}
 LAYOUT = """
 largest = <largest>
 <exponent>
@@ -68,6 +72,12 @@ largest = <largest>
 tl.store(<q>_ptr + <at>, q, mask=inside)
 tl.store(<s>_ptr + <scale_at>, <stored><scale_mask>)
 """
+GIVEN = """
+scale = tl.load(<s>_ptr + <scale_at><scale_mask>)
+<numbers>
+tl.store(<q>_ptr + <at>, q, mask=inside)
+"""
+"""A layout whose scales are known."""
 KINDS = {
     "row": ("tl.max(size, 1)", "scale[:, None]",
             "(place * rows + row) * column_tiles + tl.program_id(0)", ", mask=row < rows"),
@@ -76,6 +86,11 @@ KINDS = {
     "square": ("tl.max(tl.max(size, 1), 0)", "scale",
                "(place * row_tiles + tl.program_id(1)) * column_tiles + tl.program_id(0)", ""),
 }  # fmt: skip
+GIVEN_KINDS = {
+    "row": ("scale[:, None]", "place * rows + row", ", mask=row < rows, other=1.0"),
+    "column": ("scale[None, :]", "place * columns + column", ", mask=column < columns, other=1.0"),
+    "square": ("scale", "place", ""),
+}
 AT = {
     -1: "(place * rows + row[:, None]) * columns + column[None, :]",
     -2: "(place * columns + column[None, :]) * rows + row[:, None]",
@@ -89,6 +104,16 @@ def kind(tile: Tile) -> str:
 
 def text(template: str, **values: Any) -> list[str]:
     return fill(template.strip(), **values).splitlines()
+
+
+def numbers(spread: str, dtype: torch.dtype = E4M3) -> list[str]:
+    """Lines that make ``q`` of x, ``finite`` where x is."""
+    return text(NUMBERS, spread=spread, limit=LARGEST[dtype], format=FORMATS[dtype])
+
+
+def side(recipe: Recipe) -> int:
+    """Of a program's square."""
+    return recipe.block or 64
 
 
 def stored_scale(recipe: Recipe, scale: str) -> str:
@@ -105,19 +130,24 @@ def source(recipe: Recipe, role: str, dtype: torch.dtype, both: bool, masked: bo
     pointers = ["x_ptr", *(["source_ptr"] if gathered else []), *(["real_ptr"] if masked else []), "q_ptr", "scale_ptr"]
     find = ["source = tl.load(source_ptr + row, mask=row < rows, other=-1)"]
     for transposed in (False, True) if both else (False,):
-        largest, spread, scale_at, mask = KINDS[kind(recipe.tile(role, transposed))]
+        tiles = kind(recipe.tile(role, transposed))
+        *found, spread, scale_at, mask = (GIVEN_KINDS if recipe.reads_whole else KINDS)[tiles]
         along = -2 if transposed != (role == "stack") else -1
         values: dict[str, Any] = {
-            "largest": largest, "exponent": text(EXPONENT, largest="largest", scale="scale"),
-            "numbers": text(NUMBERS, spread=spread), "at": AT[along], "scale_at": scale_at, "scale_mask": mask,
-            "stored": stored, "q": "qt" if transposed else "q", "s": "scalet" if transposed else "scale",
+            "numbers": numbers(spread, recipe.format(role)), "at": AT[along], "scale_at": scale_at, "scale_mask": mask,
+            "q": "qt" if transposed else "q", "s": "scalet" if transposed else "scale",
         }  # fmt: skip
-        layouts += text(LAYOUT, **values)
+        if found:
+            (largest,) = found
+            values |= {"largest": largest, "exponent": text(EXPONENT, largest="largest", scale="scale")}
+            layouts += text(LAYOUT, stored=stored, **values)
+        else:
+            layouts += text(GIVEN, **values)
         pointers += ["qt_ptr", "scalet_ptr"] if transposed else []
     real = ["real = tl.load(real_ptr + row, mask=row < rows, other=0) != 0", "x = tl.where(real[:, None], x, 0.0)"]
     return fill(
         TEMPLATE, what=f"{recipe.name} {role}{', both layouts' if both else ''}", dtype=TRITON[dtype],
-        block=recipe.block, pointers=", ".join(pointers), real_rows=real if masked else [], layouts=layouts,
+        block=side(recipe), pointers=", ".join(pointers), real_rows=real if masked else [], layouts=layouts,
         source=find if gathered else [], there="inside & (source >= 0)[:, None]" if gathered else "inside",
         **{"from": "source" if gathered else "row"},
     )  # fmt: skip
@@ -129,14 +159,16 @@ def kernel(recipe: Recipe, role: str, dtype: torch.dtype, both: bool, masked: bo
 
 
 def warps(recipe: Recipe) -> int:
-    return 16 if recipe.block >= 128 else 1
+    return {32: 1, 64: 8, 128: 16}[side(recipe)]
 
 
 def launch(
-    x: Tensor, real_R: Tensor | None, recipe: Recipe, role: str, both: bool, source_R: Tensor | None = None
-) -> list[Tensor]:
+    x: Tensor, real_R: Tensor | None, recipe: Recipe, role: str, both: bool, source_R: Tensor | None = None,
+    given: Sequence[Tensor] = (),
+) -> list[Tensor]:  # fmt: skip
     """``[q, scale, q_T, scale_T]`` of ``x [L, R, C]``, without the last two if not ``both``; role ``rows`` or ``grad``:
-    L is 1.  ``source_R`` (int64): of the matrix whose rows are these rows of x, zeros for -1."""
+    L is 1.  ``source_R`` (int64): of the matrix whose rows are these rows of x, zeros for -1.  ``given``: the scales of
+    the layouts, where they depend on whole dims."""
     x = x.contiguous()
     L, R, C = x.shape
     R = R if source_R is None else source_R.shape[0]
@@ -147,15 +179,30 @@ def launch(
         shape = (L, *(n if s == 1 else num_tiles(n, s) for n, s in zip((R, C), tile, strict=True)))
         order = (0, 2, 1) if transposed != (role == "stack") else (0, 1, 2)
         made.append(torch.empty_permuted((L, R, C), order, dtype=recipe.format(role), device=x.device))
-        made.append(torch.empty(shape, dtype=scales, device=x.device))
+        made.append(given[transposed] if given else torch.empty(shape, dtype=scales, device=x.device))
     if L * R * C:
-        tiles = num_tiles(R, recipe.block), num_tiles(C, recipe.block)
-        given = [] if source_R is None else [source_R]
-        given += [] if real_R is None else [real_R.to(torch.uint8)]
+        tiles = num_tiles(R, side(recipe)), num_tiles(C, side(recipe))
+        which = [] if source_R is None else [source_R]
+        which += [] if real_R is None else [real_R.to(torch.uint8)]
         kernel(recipe, role, x.dtype, both, real_R is not None, source_R is not None)[tiles[1], tiles[0], L](
-            x, *given, *made, R, C, *tiles, num_warps=warps(recipe)
+            x, *which, *made, R, C, *tiles, num_warps=warps(recipe)
         )
     return [t.view(E8M0) if t.dtype == torch.uint8 else t for t in made]
+
+
+def scales_of(
+    x: Tensor, real_R: Tensor | None, recipe: Recipe, role: str, amaxes: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """The scales of the layouts of ``x [L, R, C]``, by a recipe whose scales depend on whole dims; what is not given of
+    the largest magnitudes is found, all of it in one read."""
+    kinds = [largest.kind(recipe.tile(role, transposed)) for transposed in (False, True)[: len(amaxes)]]
+    wanted = tuple(dict.fromkeys(k for k, given in zip(kinds, amaxes, strict=True) if given is None))
+    found = dict(zip(wanted, largest.launch(x, real_R, wanted), strict=True)) if wanted else {}
+    most = LARGEST[recipe.format(role)]
+    return [
+        scale_of(found[k] if given is None else given, most, recipe.scales, recipe.margin).contiguous()
+        for k, given in zip(kinds, amaxes, strict=True)
+    ]
 
 
 def quantise(
@@ -163,21 +210,32 @@ def quantise(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``moec::quantise``."""
     found = Recipe.parse(recipe)
-    if found.reads_whole or not (x.dtype in TRITON and x.dtype.itemsize <= 4):
+    if not known(x.dtype):
         return op.on_any_device(x, amax, amax_T, counts_E, recipe, role, both)
+    amaxes = [amax, amax_T] if both else [amax]
+    shapes = [op.checked_shape(x, given, found, role, t == 1) for t, given in enumerate(amaxes)]
     real_N = None if counts_E is None else real_rows(counts_E, x.shape[0], found.alignment, "quantise")
-    if role == "stack" and x.stride(-2) == 1 and x.stride(-1) != 1:  # [E, M, K] in memory: a stack of weights [M, K]
-        made = [t.transpose(1, 2) for t in launch(x.transpose(1, 2), None, found, "weight", both)]
-        made = [t if i % 2 == 0 else _contiguous(t) for i, t in enumerate(made)]
-    else:
-        matrix = x if role == "stack" else x.reshape(1, -1, x.shape[-1])
-        made = launch(matrix, real_N, found, role, both)
-        if role != "stack":
-            made = [t[0] for t in made]
-            made[:2] = [made[0].view(x.shape), made[1].view(op.scale_shape(x, found, role, False))]
+    lies = role == "stack" and x.stride(-2) == 1 and x.stride(-1) != 1  # [E, M, K] in memory: a stack of weights [M, K]
+    if lies:
+        x, role, amaxes = x.transpose(1, 2), "weight", [None if a is None else a.transpose(1, 2) for a in amaxes]
+    matrix = x.reshape(-1, *x.shape[-2:]) if role in ("weight", "stack") else x.reshape(1, -1, x.shape[-1])
+    given = scales_of(matrix, real_N, found, role, amaxes) if found.reads_whole else ()
+    made = launch(matrix, real_N, found, role, both, given=given)
+    if lies:
+        x, made = x.transpose(1, 2), [_contiguous(t.transpose(1, 2)) if i % 2 else t.transpose(1, 2)
+                                      for i, t in enumerate(made)]  # fmt: skip
+    elif role != "stack":
+        made = [t.view(t.shape[-2:]) for t in made]
+    if role in ("rows", "grad"):
+        made[0] = made[0].view(x.shape)
+    made[1::2] = [t.view(shape) for t, shape in zip(made[1::2], shapes, strict=True)]
     made += op.nothing(x, found, role) if not both else []
     q, scale, q_T, scale_T = made
     return op.carrier(x), q, scale, q_T, scale_T
+
+
+def known(dtype: torch.dtype) -> bool:
+    return dtype in TRITON and dtype.itemsize <= 4
 
 
 def permute_quantised(
@@ -186,17 +244,20 @@ def permute_quantised(
     """``moec::permute_quantised``.  Of rows that nothing will differentiate one layout is wanted: then each token is
     read once, and not once for each choice (``permute.py``)."""
     found, kind = Recipe.parse(recipe), {recipe: way for way, recipe in RECIPE_OF.items()}.get(recipe)
-    known = x_TH.dtype in TRITON and x_TH.dtype.itemsize <= 4
-    alignment = found.alignment
-    if kind is not None and known and amax is None and not both:
+    alignment, given = found.alignment, [amax, amax_T] if both else [amax]
+    if not known(x_TH.dtype):
+        return permute_op.in_two_steps(x_TH, ids_TK, num_experts, amax, amax_T, recipe, both)
+    if kind is not None and amax is None and not both:
         q, scale, counts_E, row_of_TK = permute.aligned(x_TH, ids_TK, num_experts, alignment, kind)
         made = [q, scale, *op.nothing(x_TH, found, "rows")]
-    elif found.reads_whole or not known:
-        return permute_op.in_two_steps(x_TH, ids_TK, num_experts, amax, amax_T, recipe, both)
+    elif found.reads_whole and None in given:  # which are those of the rows
+        rows_NH, _, counts_E, row_of_TK = permute.aligned(x_TH, ids_TK, num_experts, alignment, "none")
+        return *quantise(rows_NH, amax, amax_T, counts_E, recipe, "rows", both), counts_E, row_of_TK
     else:
+        scales = scales_of(x_TH, None, found, "rows", given) if found.reads_whole else ()
         counts_E, row_of_TK = permute.places(x_TH, ids_TK, num_experts, alignment, "permute_quantised")
         source_N = sources(row_of_TK, num_rows(ids_TK, num_experts, alignment))
-        made = [t[0] for t in launch(x_TH[None], None, found, "rows", both, source_N)]
+        made = [t.view(t.shape[-2:]) for t in launch(x_TH[None], None, found, "rows", both, source_N, scales)]
         made += op.nothing(x_TH, found, "rows") if not both else []
     q, scale, q_T, scale_T = made
     return op.carrier(x_TH.new_empty(()).expand(q.shape)), q, scale, q_T, scale_T, counts_E, row_of_TK

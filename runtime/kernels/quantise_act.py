@@ -31,7 +31,7 @@ from ..ops.align_rows import real_rows
 from ..ops.quantise import nothing
 from .expressions import TRITON, lines, listing
 from .pre_activations import blocks, inputs, place, split
-from .quantise import EXPONENT, NUMBERS, stored_scale, text
+from .quantise import EXPONENT, NUMBERS, numbers, stored_scale, text
 from .source import load
 from .template import fill, identifiers, plus
 
@@ -166,7 +166,7 @@ def source(spec: Spec) -> str:
             values.append(f"tl.store({at}, x.to({TRITON[spec.dtype]}), mask=ok)")
         first += text(
             BY_ROWS, values=values, largest=f"largest_{o.name}", at=place(o.width, at_columns), n=o.number,
-            exponent=text(EXPONENT, largest="largest", scale="scale"), numbers=text(NUMBERS, spread="scale[:, None]"),
+            exponent=text(EXPONENT, largest="largest", scale="scale"), numbers=numbers("scale[:, None]"),
             tiles=num_tiles(o.width, block), tile=plus("tl.program_id(0)", o.offset // block),
             stored=stored_scale(spec.recipe, "scale"),
         )  # fmt: skip
@@ -178,7 +178,7 @@ def source(spec: Spec) -> str:
         )  # fmt: skip
         again += text(
             BY_COLUMNS, values=text(VALUES, value=o.value, storage=TRITON[spec.dtype]), n=o.number, columns=at_columns,
-            numbers=text(NUMBERS, spread=f"{scale}[None, :]"),
+            numbers=numbers(f"{scale}[None, :]"),
         )  # fmt: skip
     loop = [f"for step in range(0, {block}, {spec.strip}):", *("    " + line for line in (*strips, *again))]
     of = spec.body.derivative() if spec.grad else spec.body

@@ -10,7 +10,20 @@ import torch
 from ..body import Body
 from ..fp8 import Recipe
 from ..route_spec import RouteSpec
-from . import permute, quantise_act, router, router_backward, softmax_rows, unpermute, unpermute_backward
+from . import amax as largest
+from . import (
+    decode,
+    decode_operand,
+    encode,
+    permute,
+    quantise_act,
+    router,
+    router_backward,
+    softmax_rows,
+    turn,
+    unpermute,
+    unpermute_backward,
+)
 from . import quantise as by_tiles
 from .entry import Entry
 from .experts_catalog import CLAMPED, GELU, SEPARATE, SWIGLU
@@ -39,7 +52,8 @@ BF16 = torch.bfloat16
 
 def entries(arch: str) -> list[Entry]:
     """``arch`` decides about one thing: float8_e4m3fn is not what gfx942 computes with."""
-    return [*_routers(), *_rows(arch), *_logits(), *([*_quantised(), *_activations()] if arch != "gfx942" else [])]
+    return [*_routers(), *_rows(arch), *_logits(), *_payloads(arch),
+            *([*_quantised(), *_activations(), *_largest()] if arch != "gfx942" else [])]  # fmt: skip
 
 
 def _routers() -> list[Entry]:
@@ -102,20 +116,60 @@ def _rows(arch: str) -> list[Entry]:
 def _quantised() -> list[Entry]:
     found = []
     sizes = tuple((name, "i32:16") for name in ("rows", "columns")) + (("row_tiles", "i32"), ("column_tiles", "i32"))
-    for name in ("blockwise", "mxfp8"):
+    for name in ("blockwise", "mxfp8", "current", "rowwise"):
         recipe = Recipe.parse(name)
         scale = "*u8:16" if recipe.scales == "e8m0" else "*fp32:16"
-        for what in ("rows", "weight", "stack", "permuted rows"):
+        for what in ("rows", "weight", "stack", "permuted rows", *(["grad"] if name == "current" else [])):
             role, masked, gathered = what.removeprefix("permuted "), what == "rows", what == "permuted rows"
+            numbers = "*fp8e5:16" if role == "grad" else "*fp8e4nv:16"
             given = ((("real_ptr", "*u8:16"),) if masked else ()) + ((("source_ptr", "*i64:16"),) if gathered else ())
             arguments = (
-                ("x_ptr", "*bf16:16"), *given, ("q_ptr", "*fp8e4nv:16"), ("scale_ptr", scale),
-                ("qt_ptr", "*fp8e4nv:16"), ("scalet_ptr", scale), *sizes,
+                ("x_ptr", "*bf16:16"), *given, ("q_ptr", numbers), ("scale_ptr", scale), ("qt_ptr", numbers),
+                ("scalet_ptr", scale), *sizes,
             )  # fmt: skip
             source = by_tiles.source(recipe, role, BF16, True, masked, gathered)
             warps = by_tiles.warps(recipe)
             nightly = (name, what) not in (("blockwise", "rows"), ("blockwise", "permuted rows"))
             found.append(Entry(f"quantise {name} {what}", source, "quantise", arguments, warps=warps, nightly=nightly))
+    return found
+
+
+def _largest() -> list[Entry]:
+    found = []
+    sizes = (("rows", "i32:16"), ("columns", "i32:16"), ("row_squares", "i32"), ("column_squares", "i32"))
+    for kinds, masked in ((("rows", "columns"), True), (("all",), False)):
+        given = [(p, "*u8:16" if p == "real_ptr" else "*fp32:16") for p in largest.pointers(kinds, masked)]
+        arguments = (("x_ptr", "*bf16:16"), *given, *sizes)
+        source = largest.source(kinds, BF16, masked)
+        found.append(Entry(f"amax {' '.join(kinds)}", source, "amax", arguments, warps=8, nightly=masked))
+    arguments = (("x_ptr", "*u8:16"), ("y_ptr", "*u8:16"), *sizes[:2])
+    return [*found, Entry("turn", turn.SOURCE, "turn", arguments, nightly=True)]
+
+
+def _payloads(arch: str) -> list[Entry]:
+    """Conversions alone, which gfx942 has too."""
+    found = []
+    for name, (_, H) in WIDTHS.items():
+        for payload in ("current", "rowwise", "blockwise", "mxfp8"):
+            recipe = Recipe.parse(payload)
+            nightly = (name, payload) != ("qwen3_moe", "blockwise")
+            given = ("scale_ptr", "*fp32:16")
+            for kernel, source, ends in (
+                ("encode", encode.source(payload, H, BF16), (("x_ptr", "*bf16:16"), given, ("data_ptr", "*u8:16"))),
+                ("decode", decode.source(payload, H, BF16), (("data_ptr", "*u8:16"), given, ("y_ptr", "*bf16:16"))),
+            ):
+                title = f"{kernel} {payload} {name}"
+                found.append(Entry(title, source, kernel, ends, warps=permute.warps(H), nightly=nightly))
+            if arch == "gfx942":
+                continue
+            scale = "*u8:16" if recipe.scales == "e8m0" else "*fp32:16"
+            kinds = {"data_ptr": "*u8:16", "real_ptr": "*u8:16", "q_ptr": "*u8:16", "qt_ptr": "*fp8e4nv:16"}
+            arguments = tuple((p, kinds.get(p, scale)) for p in decode_operand.pointers(recipe, True, True))
+            source = decode_operand.source(payload, H, BF16, True, True)
+            found.append(
+                Entry(f"decode_operand {payload} {name}", source, "decode_operand", (*arguments, ("rows", "i32:16")),
+                      warps=decode_operand.warps(recipe), nightly=nightly)
+            )  # fmt: skip
     return found
 
 

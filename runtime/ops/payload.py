@@ -22,11 +22,11 @@ from torch import Tensor
 from ..fp8 import Recipe, quantised
 from ..fp8.payload import packed, unpacked, values, width
 from .align_rows import real_rows
-from .quantise import DEVICES, as_matrix, fake, nothing
+from .quantise import as_matrix, fake, nothing
 from .quantise import carrier as carrier_of
 
 
-@torch.library.custom_op("moec::encode_rows", mutates_args=(), device_types=DEVICES)
+@torch.library.custom_op("moec::encode_rows", mutates_args=(), device_types="cpu")
 def encode_rows(x: Tensor, amax: Tensor | None, payload: str, role: str) -> tuple[Tensor, Tensor]:
     return carrier_of(x), packed(x, payload, role, amax)
 
@@ -44,7 +44,7 @@ def _setup_encode(ctx, inputs, output) -> None:
 encode_rows.register_autograd(lambda ctx, grad, _: (grad, None, None, None), setup_context=_setup_encode)
 
 
-@torch.library.custom_op("moec::decode_rows", mutates_args=(), device_types=DEVICES)
+@torch.library.custom_op("moec::decode_rows", mutates_args=(), device_types="cpu")
 def decode_rows(data: Tensor, carrier: Tensor, amax: Tensor | None, payload: str, role: str) -> Tensor:
     return values(data, carrier.shape[-1], payload, role, carrier.dtype, amax)
 
@@ -57,8 +57,15 @@ def _(data, carrier, amax, payload, role):
 decode_rows.register_autograd(lambda ctx, grad: (None, grad, None, None, None))
 
 
-@torch.library.custom_op("moec::decode_operand", mutates_args=(), device_types=DEVICES)
+@torch.library.custom_op("moec::decode_operand", mutates_args=(), device_types="cpu")
 def decode_operand(
+    data: Tensor, carrier: Tensor, amax: Tensor | None, amax_T: Tensor | None, counts_E: Tensor | None, payload: str,
+    both: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return operand_on_any_device(data, carrier, amax, amax_T, counts_E, payload, both)
+
+
+def operand_on_any_device(
     data: Tensor, carrier: Tensor, amax: Tensor | None, amax_T: Tensor | None, counts_E: Tensor | None, payload: str,
     both: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip

@@ -58,8 +58,12 @@ def scale_shape(x: Tensor, recipe: Recipe, role: str, transposed: bool) -> list:
     return [*lead, *sizes]
 
 
-@torch.library.custom_op("moec::amax", mutates_args=(), device_types=DEVICES)
+@torch.library.custom_op("moec::amax", mutates_args=(), device_types="cpu")
 def amax(x: Tensor, counts_E: Tensor | None, recipe: str, role: str, transposed: bool) -> Tensor:
+    return amax_on_any_device(x, counts_E, recipe, role, transposed)
+
+
+def amax_on_any_device(x: Tensor, counts_E: Tensor | None, recipe: str, role: str, transposed: bool) -> Tensor:
     found = Recipe.parse(recipe)
     x = of_experts(x, counts_E, found)
     matrix = found.shared == "tensor" and role in ("rows", "grad")
@@ -93,17 +97,23 @@ def on_any_device(
         if transposed and not both:
             made += nothing(x, found, role)
             continue
-        shape = scale_shape(x, found, role, transposed)
-        if given is not None and list(given.shape) != shape:
-            raise MoecError(
-                f"x {tuple(x.shape)} and {'transposed ' if transposed else ''}amax {tuple(given.shape)} do not fit: "
-                f"{found.name} has scales {tuple(shape)}",
-                where="moec::quantise",
-            )
+        shape = checked_shape(x, given, found, role, transposed)
         q, scale = quantised(as_matrix(real, role, transposed or len(shape) < x.ndim), found, role, transposed, given)
         made += [q if transposed else q.view(x.shape), scale]
     like_x, q, scale, q_T, scale_T = made
     return like_x, q, scale, q_T, scale_T
+
+
+def checked_shape(x: Tensor, amax: Tensor | None, recipe: Recipe, role: str, transposed: bool) -> list:
+    """Shape of the scales.  Raises MoecError where the largest magnitudes that are given have another one."""
+    shape = scale_shape(x, recipe, role, transposed)
+    if amax is not None and list(amax.shape) != shape:
+        raise MoecError(
+            f"x {tuple(x.shape)} and {'transposed ' if transposed else ''}amax {tuple(amax.shape)} do not fit: "
+            f"{recipe.name} has scales {tuple(shape)}",
+            where="moec::quantise",
+        )
+    return shape
 
 
 @torch.library.custom_op("moec::quantise", mutates_args=(), device_types="cpu")
