@@ -20,6 +20,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 from statistics import median
 
@@ -63,7 +64,7 @@ def calibrate(
     local, share, launch = 1, 0.0, 0.0
     if clock.world > 1:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", clock.world))
-        links = {scope: _link(clock, group) for scope, group in _scopes(local).items()}  # 3
+        links = {scope: _link(clock, *groups) for scope, groups in _scopes(local).items()}  # 3
         share = _share(clock)  # 4
         launch = max(0.0, _launch(clock) - overhead)
     at_once = 2 if clock.world > 1 and dist.get_backend() == "gloo" else 1  # gloo: two threads a process group
@@ -141,22 +142,25 @@ def _additions(clock: _Clock, overhead: float) -> Curve:
     return tuple((nbytes, nbytes / _beyond(took, overhead)) for nbytes, took in found)
 
 
-def _scopes(local: int) -> dict[str, dist.ProcessGroup]:
-    """This rank's group inside its node, and the one of the ranks with its place in every node."""
+def _scopes(local: int) -> dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]]:
+    """This rank's group inside its node, and the one of the ranks with its place in every node; each with a second one
+    of the same ranks, for the way back of exchanges."""
     world, rank = dist.get_world_size(), dist.get_rank()
     inside = [list(range(first, first + local)) for first in range(0, world, local)]
     across = [list(range(place, world, local)) for place in range(local)]
     found = {}
     for scope, groups in (("node", inside), ("network", across)):
         for ranks in groups:
-            if len(ranks) > 1 and (group := dist.new_group(ranks)) is not None and rank in ranks:
-                found[scope] = group
+            if len(ranks) > 1:
+                made = dist.new_group(ranks), dist.new_group(ranks)
+                if rank in ranks:
+                    found[scope] = made
     return found
 
 
-def _link(clock: _Clock, group: dist.ProcessGroup) -> Link:
+def _link(clock: _Clock, group: dist.ProcessGroup, back: dist.ProcessGroup) -> Link:
     pairs = {}
-    for kind, make in _COLLECTIVES.items():
+    for kind, make in (_COLLECTIVES | {"all_to_all": partial(_all_to_all, back)}).items():
         alpha = clock.time(make(group, clock.device, SMALL), inner=20)
         rates = []
         for elements in LARGE:
@@ -187,17 +191,16 @@ def _reduce_scatter(group: dist.ProcessGroup, device: str, n: int) -> Callable[[
     return lambda: reduce_scatter_flat(out, x, group=group)
 
 
-def _all_to_all(group: dist.ProcessGroup, device: str, n: int) -> Callable[[], object]:
+def _all_to_all(back: dist.ProcessGroup, group: dist.ProcessGroup, device: str, n: int) -> Callable[[], object]:
     x, out = torch.zeros(n * group.size(), device=device), torch.zeros(n * group.size(), device=device)
     splits = [n] * group.size()
-    return lambda: [w.wait() for w in start_all_to_all(out, x, splits, splits, group)]
+    return lambda: [w.wait() for w in start_all_to_all(out, x, splits, splits, group, back)]
 
 
 _COLLECTIVES: dict[str, Callable[[dist.ProcessGroup, str, int], Callable[[], object]]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
 }
 
 
@@ -227,10 +230,10 @@ def _share(clock: _Clock) -> float:
     transfers beside them, an all-reduce and an exchange in turn."""
     run = _product(clock.device, torch.float32, SHARE_PRODUCT)
     x, out = (torch.zeros(LARGE[-1] * clock.world, device=clock.device) for _ in range(2))
-    splits = [LARGE[-1]] * clock.world
+    splits, back = [LARGE[-1]] * clock.world, dist.new_group()
     starts: list[Callable[[], list[dist.Work]]] = [
         lambda: [dist.all_reduce(x, async_op=True)],
-        lambda: start_all_to_all(out, x, splits, splits, _everyone()),
+        lambda: start_all_to_all(out, x, splits, splits, _everyone(), back),
     ]
     lost = []
     for start in starts:

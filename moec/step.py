@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch import fx
 
-from moec.runtime.collectives import collective
+from moec.runtime.collectives import collective, name_groups
 
 Given = frozenset[int]
 """Positions of outputs whose gradients are there."""
@@ -80,6 +80,5 @@ def named(module: fx.GraphModule, names: Mapping[str, str]) -> fx.GraphModule:
     graph.output(output)
     for node in graph.nodes:
         if node.op == "call_function" and collective(node.target):
-            node.meta["group_key"] = node.args[-1]  # for people and for the cost model
-            node.args = (*node.args[:-1], names[node.args[-1]])
+            name_groups(node, names)
     return fx.GraphModule(module, graph)

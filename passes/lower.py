@@ -31,7 +31,7 @@ from moec.passes.typed import dtype_of
 from moec.placement import R
 from moec.plan import Plan
 from moec.program import Gathered, Program
-from moec.runtime.collectives import collective, group_of
+from moec.runtime.collectives import collective, keys_of, name_groups
 from moec.runtime.narrow import NARROW, narrow
 from moec.runtime.reshard import RESHARDING, gathered
 
@@ -55,7 +55,7 @@ def _run(program: Program, plan: Plan) -> Program:
 
 def group_keys(program: Program) -> set[str]:
     """Every group that the program communicates over, the gradient epilogue included."""
-    keys = {group_of(n) for n in program.graph.nodes if n.op == "call_function" and collective(n.target)}
+    keys = {k for n in program.graph.nodes if n.op == "call_function" and collective(n.target) for k in keys_of(n)}
     keys |= program.step.keys if program.step else set()
     return keys | set(program.grad_reductions.values())
 
@@ -65,8 +65,7 @@ def bind(program: Program, names: dict[str, str]) -> Program:
     bound = program.fork()
     for node in bound.graph.nodes:
         if node.op == "call_function" and collective(node.target):
-            node.meta["group_key"] = group_of(node)  # for people and for explain
-            node.args = fx.node.map_aggregate(node.args, lambda a: names.get(a, a) if isinstance(a, str) else a)
+            name_groups(node, names)
     if program.step:
         bound.step = program.step.bound(names)
     else:

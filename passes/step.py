@@ -28,7 +28,7 @@ from moec.passes.split_experts import split_experts
 from moec.passes.verify.order import check_order
 from moec.plan import Plan
 from moec.program import Program
-from moec.runtime.collectives import collective, group_of
+from moec.runtime.collectives import collective, keys_of
 from moec.step import Given, Step
 
 
@@ -105,4 +105,4 @@ def _inference(graphs: JointGraphs) -> fx.GraphModule:
 
 
 def _keys(module: fx.GraphModule) -> set[str]:
-    return {group_of(n) for n in module.graph.nodes if n.op == "call_function" and collective(n.target)}
+    return {k for n in module.graph.nodes if n.op == "call_function" and collective(n.target) for k in keys_of(n)}

@@ -16,11 +16,14 @@ An op that communicates is a *start* op: it launches the work and its result may
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .mesh import back
+from .peers import BETWEEN
 from .torch_compat import WAIT, OpOverload
 
 GRADIENT_TYPE = {"I": "I", "R": "P", "P": "R", "S": "S", "V": "V", "M": "M"}
@@ -72,6 +75,9 @@ PRIMITIVES: dict[str, int | None] = {
     "equal": 1,
     "carry": None,
 }
+
+PAIRWISE = frozenset({"all_to_all", "exchange", "counts", "equal"})
+"""Primitives that are sends and receives of pairs of ranks on CPUs, with a group for each direction (``peers.py``)."""
 
 TABLE: dict[str, Collective] = {
     c.kind: c
@@ -145,3 +151,17 @@ def needs_wait(kind: str) -> bool:
 def group_of(node: torch.fx.Node) -> str:
     """The group key (before lowering) or group name (after it) of a collective node: always its last argument."""
     return node.args[-1] if node.args else node.kwargs["group"]
+
+
+def keys_of(node: torch.fx.Node) -> set[str]:
+    """The keys of all groups that a collective node communicates over."""
+    key = group_of(node)
+    return {key, back(key)} if key and collective(node.target).primitive in PAIRWISE else {key}  # type: ignore[union-attr]
+
+
+def name_groups(node: torch.fx.Node, names: Mapping[str, str]) -> None:
+    """Let a collective node name process groups (``names``: by key) rather than keys; a key without a name stays."""
+    key = group_of(node)
+    node.meta["group_key"] = key  # for people, for explain and for the cost model
+    found = [names[k] for k in (key, back(key)) if k in keys_of(node) and k in names]
+    node.args = (*node.args[:-1], BETWEEN.join(found) or key)

@@ -16,7 +16,8 @@ Example: 4 ranks, dp=2, tp=2, ep=4 gives the axes ``dp_ep`` (2) and ``tp_ep`` (2
 
 A *group key* is how graphs name a process group before it exists: axis names joined by commas, in mesh order
 (``"dp_ep,tp_ep"``).  Behind a ``#`` may stand what the group is for (``"dp_ep#exchange"``): the same ranks, and a
-process group of its own, so that what is in flight for one purpose does not queue behind another's.
+process group of its own, so that what is in flight for one purpose does not queue behind another's.  A key that ends in
+``-back`` is of a second such group, over which an exchange sends to lower ranks (``peers.py`` says why).
 """
 
 from __future__ import annotations
@@ -41,6 +42,11 @@ def axes_of(key: str) -> str:
 def for_purpose(key: str, purpose: str) -> str:
     """The key of the group of the same ranks that serves ``purpose`` alone."""
     return f"{axes_of(key)}#{purpose}" if purpose else axes_of(key)
+
+
+def back(key: str) -> str:
+    """The key of the second group of an exchange over ``key``."""
+    return f"{key}-back" if "#" in key else f"{key}#-back"
 
 
 @dataclass(frozen=True)

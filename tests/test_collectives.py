@@ -7,10 +7,20 @@ import pytest
 import torch
 from collective_cases import CONVERSIONS, KEYS, MESH, conversion, dims_of, ep_moe, moe_inputs
 
-from moec.runtime.collectives import GRADIENT_TYPE, TABLE, collective, group_of, is_start, is_wait, needs_wait
+from moec.runtime.collectives import (
+    GRADIENT_TYPE,
+    TABLE,
+    collective,
+    group_of,
+    is_start,
+    is_wait,
+    keys_of,
+    name_groups,
+    needs_wait,
+)
 from moec.runtime.errors import MoecError
 from moec.runtime.groups import Groups
-from moec.runtime.mesh import Mesh
+from moec.runtime.mesh import Mesh, back
 from moec.runtime.ops import convert, exchange
 from moec.runtime.peers import start_all_to_all
 from moec.runtime.torch_compat import WAIT
@@ -176,9 +186,9 @@ def test_an_unlowered_group_key_is_refused():
         moec_ops.p_to_i(torch.zeros(2), 0, 2, "dp_ep")
 
 
-def _exchanged(rank: int, world: int) -> list[torch.Tensor]:
+def _exchanged(rank: int, world: int, both_ways: bool) -> list[torch.Tensor]:
     """Several exchanges in flight on one group, ranks coming one after the other."""
-    group = torch.distributed.group.WORLD
+    group, back = torch.distributed.group.WORLD, torch.distributed.new_group() if both_ways else None
     gen = torch.Generator().manual_seed(0)
     rows = torch.randint(0, 4, (6, world, world), generator=gen)  # [exchange, from, to], nothing among them
     out, works = [], []
@@ -188,7 +198,7 @@ def _exchanged(rank: int, world: int) -> list[torch.Tensor]:
         out.append(x.new_empty(sum(recv), 3))
         if i % world == rank:
             time.sleep(0.02)
-        works += start_all_to_all(out[-1], x, recv, send, group)
+        works += start_all_to_all(out[-1], x, recv, send, group, back)
     for work in works:
         work.wait()
     wanted = [
@@ -199,8 +209,45 @@ def _exchanged(rank: int, world: int) -> list[torch.Tensor]:
     return out
 
 
-def test_exchanges_in_flight_keep_apart(gloo4):
-    assert len(gloo4.run(_exchanged)) == 4
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_exchanges_in_flight_keep_apart(gloo4, both_ways):
+    assert len(gloo4.run(_exchanged, both_ways)) == 4
+
+
+def _directions(rank: int, world: int) -> tuple[list[tuple[str, str, int]], tuple[str, str]]:
+    """What a lowered program's exchange asks of gloo: (call, group, peer), and the names of its two groups."""
+    groups, key = Groups(Mesh.of(dp=world, ep=world)), "dp_ep"
+    graph = torch.fx.Graph()
+    x, splits = graph.placeholder("x"), graph.placeholder("splits")
+    y = graph.call_function(moec_ops.all_to_all.default, (x, splits, splits, world, key))
+    graph.output(graph.call_function(WAIT, (y,)))
+    groups.ensure(keys_of(y))
+    names = groups.name(key), groups.name(back(key))
+    name_groups(y, dict(zip((key, back(key)), names, strict=True)))
+    calls: list[tuple[str, str, int]] = []
+
+    def noted(name: str, peer: str):
+        whole = getattr(torch.distributed, name)
+
+        def call(t, group, **k):
+            calls.append((name, group.group_name, k[peer]))
+            return whole(t, group=group, **k)
+
+        return mock.patch.object(torch.distributed, name, call)
+
+    with noted("isend", "group_dst"), noted("irecv", "group_src"):
+        sent = torch.full((world, 2), float(rank))
+        got = torch.fx.GraphModule({}, graph)(sent, torch.ones(world, dtype=torch.int64))
+    assert torch.equal(got[:, 0], torch.arange(float(world)))
+    return calls, names
+
+
+def test_the_two_directions_of_an_exchange_have_groups_of_their_own(gloo4):
+    """Over one connection a rank that is put aside while it sends keeps gloo's thread from reading what arrives."""
+    for rank, (calls, (up, down)) in enumerate(gloo4.run(_directions)):
+        assert up != down and len(calls) == 6
+        for name, group, peer in calls:
+            assert group == (up if (peer > rank) == (name == "isend") else down), (rank, name, peer)
 
 
 @pytest.mark.parametrize(("backend", "device"), [("nccl", "cpu"), ("cpu:gloo,cuda:nccl", "meta")])

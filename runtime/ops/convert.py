@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ..collectives import CONVERSIONS, MAXIMA, TABLE
 from ..errors import MoecError
-from ..peers import start_all_to_all
-from ..torch_compat import all_gather_flat, on_wait, process_group, reduce_scatter_flat, wait
+from ..peers import both_ways, start_all_to_all
+from ..torch_compat import all_gather_flat, on_wait, reduce_scatter_flat, wait
 
 
 def convert(kind: str, x: Tensor, dim: int, to_dim: int, size: int, group: str) -> Tensor:
@@ -84,11 +84,12 @@ def _reduce_scatter(x: Tensor, dim: int, to_dim: int, size: int, kind: str, pg: 
     return out
 
 
-def _all_to_all(x: Tensor, dim: int, to_dim: int, size: int, kind: str, pg: dist.ProcessGroup) -> Tensor:
+def _all_to_all(x: Tensor, dim: int, to_dim: int, size: int, kind: str, group: str) -> Tensor:
     # What goes to one rank lies together, ``dim`` first: [size * dim, ..., part of to_dim, ...].
     chunks = torch.cat([c.movedim(dim, 0) for c in x.split(part_of(x, to_dim, size, kind), to_dim)])
     out, flat = _dim_outermost(x, _moved(x, dim, to_dim, size, kind), dim)
-    for work in start_all_to_all(flat, chunks, [flat.shape[0] // size] * size, [chunks.shape[0] // size] * size, pg):
+    recv, send = [flat.shape[0] // size] * size, [chunks.shape[0] // size] * size
+    for work in start_all_to_all(flat, chunks, recv, send, *both_ways(group)):
         on_wait(out, work)
     return out
 
@@ -100,7 +101,6 @@ _RUN = {
     "all_reduce_max": _all_reduce_max,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
 }
 
 
@@ -176,9 +176,11 @@ def _define(kind: str) -> Callable:
         dim, to_dim, size, group = dims_of(x, args)
         if entry.primitive == "identity":
             return x.clone()  # a custom op may not return its input
-        pg = process_group(group)
+        pg, _ = both_ways(group)
         if pg.size() != size:
             raise MoecError(f"size is {size} but group {group!r} has {pg.size()} ranks", where=f"moec::{kind}")
+        if entry.primitive == "all_to_all":
+            return _all_to_all(x, dim, to_dim, size, kind, group)
         return _RUN[entry.primitive](x, dim, to_dim, size, kind, pg)
 
     def fake(x: Tensor, *args) -> Tensor:

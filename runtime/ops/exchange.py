@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..collectives import TABLE
 from ..errors import MoecError
-from ..peers import start_all_to_all
-from ..torch_compat import on_wait, process_group, wait
+from ..peers import both_ways, start_all_to_all
+from ..torch_compat import on_wait, wait
 from .convert import part_of
 
 
@@ -36,12 +36,12 @@ def _splits(x_NH: Tensor, send_R: Tensor, recv_R: Tensor, size: int, kind: str) 
 
 
 def _start(x_NH: Tensor, send: list[int], recv: list[int], out: Tensor, size: int, group: str, kind: str) -> Tensor:
-    pg = process_group(group)
+    pg, back = both_ways(group)
     if pg.size() != size:
         raise MoecError(f"size is {size} but group {group!r} has {pg.size()} ranks", where=f"moec::{kind}")
     mine = x_NH[: sum(send)].contiguous()
     # ``data``: the backend's thread must not touch the version counter of the result.
-    for work in start_all_to_all(out.data[: sum(recv)], mine, recv, send, pg):
+    for work in start_all_to_all(out.data[: sum(recv)], mine, recv, send, pg, back):
         on_wait(out, work)
     return out
 
