@@ -64,6 +64,7 @@ from moec.preflight import agree, digest
 from moec.program import Program
 from moec.runtime.errors import MoecError
 from moec.runtime.groups import Groups
+from moec.schedule import schedule
 
 __all__ = [
     "PIPELINE", "JointGraphs", "compile_program", "expand", "expanded", "joint_graphs", "note_storages", "parallelize",
@@ -127,6 +128,7 @@ def compile_program(
             write_kernels(program, Path(dump) / "kernels")
             if program.step is not None:
                 program.step.write(Path(dump))
+                (Path(dump) / "step_schedule.txt").write_text(f"{schedule(program)}\n")
         return program
 
     try:
@@ -158,7 +160,8 @@ def parallelize(
             need none.
         loss_fn: ``loss_fn(output, *args, **kwargs)``, called with what the model was called with and captured into the
             graph, so that the loss is that of the global batch; the module then returns ``{"loss": …, "output": …}``.
-        dump: directory for the readable graph after every pass (also ``MOEC_DUMP``), and for the scheduled ones.
+        dump: directory for the readable graph after every pass (also ``MOEC_DUMP``), for the scheduled ones and what
+            runs beside what in them.
 
     Raises:
         MoecError: on all ranks, when the model or the plan cannot be taken by one of them, or they differ.

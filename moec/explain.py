@@ -1,7 +1,8 @@
 """explain: every collective of a training step (origin, group, bytes), where parameters lie and why, what ops compute
 in and why (where a plan asks for bf16), what was declined.
 
-Read off the compiled graph: nothing is computed, no ranks are needed.  A forward collective whose input needs a
+Read off the compiled graph: nothing is computed, no ranks are needed.  Of a plan with ``overlap`` these are the graphs
+that run, and ``schedule`` says in which order (``moec.schedule``).  Else a forward collective whose input needs a
 gradient has its dual in the backward; reductions that ``lower`` peeled off parameters form the epilogue, one bucket for
 each group and dtype.  A collective is *parameter* traffic if what it moves is computed from parameters alone (and so
 their gradients), else *activation* traffic.  Parameters that are resharded after the forward are gathered again in the
@@ -31,7 +32,10 @@ from moec.regather import saved_gathers
 from moec.runtime.collectives import CARRY_PARAMETERS, LOW_GATHER, TABLE, collective, group_of
 from moec.runtime.errors import MoecError
 from moec.runtime.fp8.payload import width
+from moec.runtime.mesh import axes_of
 from moec.runtime.once import ONCE, maxima
+from moec.schedule import Schedule, Transfer, schedule
+from moec.text import human, table
 
 if TYPE_CHECKING:
     from moec.module import ParallelModule
@@ -79,6 +83,8 @@ class Explanation:
     declined: tuple[str, ...]
     dtypes: tuple[DtypeChoice, ...] = ()
     """What ops compute in and why, where a plan asks for bf16."""
+    schedule: Schedule | None = None
+    """Where a plan has ``overlap``: the order in which ``collectives`` run, and beside what."""
 
     def totals(self) -> dict[str, tuple[int, int]]:
         """(count, bytes) by phase and primitive, by traffic (``"parameter"``, ``"activation"``), ``"all"``, and
@@ -102,6 +108,7 @@ class Explanation:
             "parameters": [asdict(p) for p in self.parameters],
             "declined": list(self.declined),
             "dtypes": [asdict(d) for d in self.dtypes],
+            **({"schedule": self.schedule.to_dict()} if self.schedule else {}),
         }
 
     def to_json(self) -> str:
@@ -120,23 +127,27 @@ class Explanation:
                 c.kind,
                 c.group,
                 str(c.ranks),
-                _human(c.bytes) + ("~" if c.estimated else ""),
+                human(c.bytes) + ("~" if c.estimated else ""),
                 c.where or c.node,
             )
             for c in self.collectives
         ]
-        lines += _table(("phase", "traffic", "collective", "types", "group", "ranks", "bytes", "where"), rows)
-        lines += ["", "totals"] + [f"  {k:<28} {n:>4}  {_human(b)}" for k, (n, b) in self.totals().items()]
+        if self.schedule:
+            lines += ["", str(self.schedule)]
+            rows = [r for r in rows if r[0] not in self.schedule.parts]
+        if rows or not self.schedule:
+            lines += table(("phase", "traffic", "collective", "types", "group", "ranks", "bytes", "where"), rows)
+        lines += ["", "totals"] + [f"  {k:<28} {n:>4}  {human(b)}" for k, (n, b) in self.totals().items()]
         lines += ["", "parameters"]
-        lines += _table(
+        lines += table(
             ("name", "placement", "shape", "local", "bytes", "why"),
             [
-                (p.name, p.types or "whole", str(list(p.shape)), str(list(p.local_shape)), _human(p.bytes), p.reason)
+                (p.name, p.types or "whole", str(list(p.shape)), str(list(p.local_shape)), human(p.bytes), p.reason)
                 for p in self.parameters
             ],
         )
         if self.dtypes:
-            lines += ["", "dtypes"] + _table(("module", "computes in", "why", "ops"), _by_module(self.dtypes))
+            lines += ["", "dtypes"] + table(("module", "computes in", "why", "ops"), _by_module(self.dtypes))
         lines += ["", "declined rewrites"] + [f"  {d}" for d in self.declined or ("none",)]
         return "\n".join(lines)
 
@@ -149,13 +160,29 @@ def explain(target: Program | ParallelModule, sizes: Mapping[str, tuple[int, ...
     program = target if isinstance(target, Program) else target.program
     if "sharded" not in program.facts:
         raise MoecError("only a sharded program communicates", where="explain", way_out="compile it first")
-    sizes = sizes or getattr(target, "last_sizes", None) or {}
+    sizes = sizes or getattr(target, "last_sizes", None) or (program.step.shapes if program.step else {})
     values = Sizes.of(program, sizes)
     shown = {
         s.path: values.shape(node.meta["val"])
         for node in program.placeholders()
         if (s := program.inputs.get(node.name))
     }
+    runs = schedule(program, sizes) if program.step else None
+    uses = [_scheduled(t) for t in runs.transfers] + _magnitudes(program) if runs else _recorded(program, values)
+    uses += _once(program)
+    uses = [replace(u, crossing=_crossing(program, u)) for u in uses]
+    places = tuple(_placement(program, s) for s in program.params.values())
+    return Explanation(shown, tuple(uses), places, tuple(program.why_not), program.dtype_choices, runs)
+
+
+def _scheduled(t: Transfer) -> CollectiveUse:
+    return CollectiveUse(
+        t.kind, t.primitive, t.phase, TRAFFIC[not t.parameters], t.group, t.ranks, t.bytes, t.where, t.node, t.estimated
+    )
+
+
+def _recorded(program: Program, values: Sizes) -> list[CollectiveUse]:
+    """Of a program whose backward is autograd's."""
     own = _of_parameters(program)
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
     uses = [u for node in nodes for u in _uses(program, node, values, "forward", own)]
@@ -167,10 +194,7 @@ def explain(target: Program | ParallelModule, sizes: Mapping[str, tuple[int, ...
                 uses += [replace(u, bytes=size) for u in _uses(program, start, values, "backward", own, True)]
             uses += _uses(program, node, values, "backward", own)
         uses += _epilogue(program)
-    uses += _once(program)
-    uses = [replace(u, crossing=_crossing(program, u)) for u in uses]
-    places = tuple(_placement(program, s) for s in program.params.values())
-    return Explanation(shown, tuple(uses), places, tuple(program.why_not), program.dtype_choices)
+    return uses
 
 
 def _by_module(dtypes: Sequence[DtypeChoice]) -> list[tuple[str, ...]]:
@@ -321,7 +345,7 @@ def _placement(program: Program, spec: ParamSpec) -> Placement:
 
 def _crossing(program: Program, use: CollectiveUse) -> int:
     """Ranks of a group exchange evenly, as far as a plan can tell."""
-    nodes = program.mesh.size([a for a in use.group.split(",") if program.mesh.axis(a).nodes])
+    nodes = program.mesh.size([a for a in axes_of(use.group).split(",") if program.mesh.axis(a).nodes])
     return use.bytes * (nodes - 1) // nodes
 
 
@@ -342,12 +366,3 @@ def _bytes(program: Program, node, values: Sizes, use) -> int:
         else:  # rows that the exchange deals out: under uniform routing as many as every other rank's
             shape.append(-(-whole.number(node.meta["val"].shape[dim]) // dealt))
     return prod(shape) * val.dtype.itemsize
-
-
-def _human(n: int) -> str:
-    return f"{n} B" if n < 10_000 else f"{n / 1e3:.1f} kB" if n < 10_000_000 else f"{n / 1e6:.1f} MB"
-
-
-def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(r[i]) for r in [header, *rows]) for i in range(len(header))]
-    return ["  " + "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in [header, *rows]]

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from torch import fx
 
+from moec.overlap import Overlap
 from moec.runtime.collectives import collective, name_groups
 
 Given = frozenset[int]
@@ -39,6 +40,10 @@ class Step:
     """Makes the backward of some outputs' gradients; needs no communication, and gives the same on every rank."""
     keys: frozenset[str]
     """Groups that any of the graphs communicates over."""
+    options: Overlap
+    """What was asked for."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Sizes of a rank's inputs, by path, that the order is made for."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Group key -> name of the process group, once there are some."""
     made: dict[Given, fx.GraphModule] = field(default_factory=dict)

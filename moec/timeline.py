@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -21,12 +21,13 @@ import torch
 from torch import fx
 
 from moec.compiler import joint_graphs, note_storages
-from moec.cost import COMPUTE, Cluster, Sizes, Span, Timeline, cluster, predict, trace, transfer
+from moec.cost import COMPUTE, Cluster, Sizes, Span, Timeline, cluster, trace, transfer
 from moec.cost.roofline import group_key
 from moec.placement import local_shape
 from moec.program import Program
 from moec.regather import saved_gathers
 from moec.runtime.errors import MoecError
+from moec.schedule import predicted, step_graphs
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Prediction:
 
     def to_dict(self) -> dict[str, object]:
         step = self.step
-        numbers = {"step_s": step.step_s, "compute_s": step.compute_s, "exposed_s": step.exposed_s}
+        numbers = {k: getattr(step, k) for k in ("step_s", "compute_s", "exposed_s", "host_s")}
         return {
             "cluster": self.cluster,
             "sizes": {k: list(v) for k, v in self.sizes.items()},
@@ -69,6 +70,8 @@ class Prediction:
             f"  {name:<10} {_ms(t.step_s)}   compute {_ms(t.compute_s)}   exposed communication {_ms(t.exposed_s)}"
             for name, t in rows
         ]
+        if step.host_s:
+            lines.append(f"  host       {_ms(step.host_s)}   the GPU had nothing to do: nothing was launched yet")
         share = step.exposed_s / step.step_s if step.step_s else 0.0
         return "\n".join(
             [*lines, f"  exposed    {share:.1%} of the step", f"  peak       {step.peak_bytes / 1e6:.1f} MB"]
@@ -87,13 +90,12 @@ def timeline(
         raise MoecError("the program has no backward", where="timeline", way_out="compile the model in training mode")
     on = on if isinstance(on, Cluster) else cluster(on)
     _check_sizes(program, sizes or {})
-    forward, backward = _graphs(program)
-    values = Sizes.of(program, sizes, (forward, backward))
-    owned = [n for n in backward.nodes if n.op == "placeholder" and n.name.removeprefix("saved_") not in program.params]
-    parts = {"forward": predict(forward.nodes, on, program.mesh, values)}
-    if again := None if program.step else _again(program, on):
-        parts["gathered"] = again
-    parts["backward"] = _beside(program, backward, predict(backward.nodes, on, program.mesh, values, owned))
+    graphs = step_graphs(program) if program.step else _recorded(program)
+    values, parts = Sizes.of(program, sizes, graphs.values()), {}
+    for phase, graph in graphs.items():
+        if phase == "backward" and not program.step and (again := _again(program, on)):
+            parts["gathered"] = again
+        parts[phase] = predicted(program, phase, graph, on, values)
     if epilogue := None if program.step else _epilogue(program, on):
         parts["epilogue"] = epilogue
     shown = {s.path: values.shape(n.meta["val"]) for n in program.placeholders() if (s := program.inputs.get(n.name))}
@@ -108,24 +110,10 @@ def _check_sizes(program: Program, sizes: Mapping[str, tuple[int, ...]]) -> None
         )
 
 
-def _graphs(program: Program) -> tuple[fx.Graph, fx.Graph]:
-    """Forward and backward for the gradient of the loss (of every output, where none is a scalar)."""
-    if program.step is None:
-        joint = note_storages(joint_graphs(program), set(program.params))
-        return joint.forward.graph, joint.backward.graph
-    step = program.step
-    outputs = step.forward.graph.output_node().args[0]
-    scalars = [i for i in step.differentiable if outputs[i].meta["val"].ndim == 0]
-    return step.forward.graph, step.backward(frozenset(scalars or step.differentiable)).graph
-
-
-def _beside(program: Program, backward: fx.Graph, found: Timeline) -> Timeline:
-    """With the memory of the parameters that the backward does not read: they are there all the same."""
-    placeholders = [n for n in backward.nodes if n.op == "placeholder"]
-    read = {n.name.removeprefix("saved_") for n in placeholders} | {n.meta.get("lies_in") for n in placeholders}
-    rest = [s for name, s in program.params.items() if name not in read]
-    held = sum(prod(local_shape(s.shape, s.types, program.mesh)) * s.dtype.itemsize for s in rest)
-    return replace(found, peak_bytes=found.peak_bytes + held)
+def _recorded(program: Program) -> dict[str, fx.Graph]:
+    """Forward and backward for the gradients of all outputs."""
+    joint = note_storages(joint_graphs(program), set(program.params))
+    return {"forward": joint.forward.graph, "backward": joint.backward.graph}
 
 
 def _again(program: Program, on: Cluster) -> Timeline | None:

@@ -18,6 +18,12 @@ Algorithm
 How large: a collective takes ``alpha + bytes / beta``.  By the cost model a bucket is as small as keeps ``alpha`` to a
 ``LATENCY`` th of its time: the first is under way early, and the last, which nothing covers, is short.  For the same
 reason it has no more than a ``SHARES`` th of all bytes, unless it takes less than ``alpha`` anyway.
+
+If all of them fit one such bucket, that may be right (a bucket more is a latency more, which others on the link wait
+for) or wrong (what is needed first waits for the rest, and nothing runs meanwhile).  So there is another way, and
+whoever schedules takes the faster one.  The next bucket begins where computing takes ``alpha`` since the first use of
+the last (of sums: since its first operand), which hides its latency, if the bytes on either side take longer than a
+bucket costs compute (to pack, start and unpack it).
 """
 
 from __future__ import annotations
@@ -26,15 +32,15 @@ import operator
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
 from torch import fx
 
-from moec.passes.joint.purposes import PARAMETERS
-from moec.passes.joint.reductions import GRADIENTS
 from moec.passes.overlap.tasks import Costs
 from moec.runtime.collectives import collective, group_of, is_start, is_wait
+from moec.runtime.mesh import GRADIENTS, PARAMETERS
 from moec.runtime.ops.pack import flatten_shapes
 from moec.runtime.torch_compat import WAIT
 
@@ -43,13 +49,26 @@ LATENCY, SHARES = 20, 8
 PRIMITIVES = ("all_reduce", "all_gather", "reduce_scatter")
 
 
-def bucket(module: fx.GraphModule, costs: Costs, megabytes: float | Literal["auto"]) -> fx.GraphModule:
-    """A copy of the graph with merged collectives."""
+def buckets(module: fx.GraphModule, costs: Costs, megabytes: float | Literal["auto"]) -> list[fx.GraphModule]:
+    """Copies of the graph with merged collectives: one, or two of which the faster is to be taken."""
+    ways = [bucket(module, costs, megabytes)]
+    if megabytes == "auto":
+        ways.append(bucket(module, costs, megabytes, apart=True))
+    return ways[:1] if str(ways[0].graph) == str(ways[-1].graph) else ways
+
+
+def bucket(
+    module: fx.GraphModule, costs: Costs, megabytes: float | Literal["auto"], apart: bool = False
+) -> fx.GraphModule:
+    """A copy of the graph with merged collectives.  ``apart``: what fits one bucket may be several."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     for key, starts in _candidates(graph).items():  # 1
         limit = _limit(starts, costs) if megabytes == "auto" else int(megabytes * 1e6)
-        for members in _fill(starts, limit):  # 2
+        parts = [starts]
+        if apart and sum(map(_bytes, starts)) <= limit:
+            parts = _apart(starts, costs, _computed(graph, costs))
+        for members in (m for part in parts for m in _fill(part, limit)):  # 2
             if len(members) > 1:
                 _Bucket(graph, key[0], members).merge()  # 3
     _sort(graph)
@@ -58,10 +77,46 @@ def bucket(module: fx.GraphModule, costs: Costs, megabytes: float | Literal["aut
 
 
 def _limit(starts: list[fx.Node], costs: Costs) -> int:
-    link = costs.cluster.link(costs.link(starts[0]))
-    alpha, beta = link.of(collective(starts[0].target).primitive)  # type: ignore[union-attr]
+    alpha, beta = _link(starts, costs)
     share = sum(map(_bytes, starts)) / SHARES
     return int(min(LATENCY * alpha * beta, max(share, alpha * beta)))
+
+
+def _link(starts: list[fx.Node], costs: Costs) -> tuple[float, float]:
+    """Its alpha and beta."""
+    return costs.cluster.link(costs.link(starts[0])).of(collective(starts[0].target).primitive)  # type: ignore[union-attr]
+
+
+def _computed(graph: fx.Graph, costs: Costs) -> dict[fx.Node, float]:
+    """Start -> seconds of compute before what is gathered is first used, or before what is summed is there."""
+    before: dict[fx.Node, float] = {}
+    total = 0.0
+    for node in graph.nodes:
+        before[node] = total
+        total += 0.0 if is_start(node.target) else costs.seconds(node)
+
+    def used(node: fx.Node) -> float:
+        """Views and parts of a value are no use of it."""
+        uses = (before[u] if costs.seconds(u) or is_start(u.target) else used(u) for u in node.users)
+        return min(uses, default=total)
+
+    starts = {n: collective(n.target).primitive for n in before if is_start(n.target)}  # type: ignore[union-attr]
+    return {n: used(n) if primitive == "all_gather" else before[n] for n, primitive in starts.items()}
+
+
+def _apart(starts: list[fx.Node], costs: Costs, at: dict[fx.Node, float]) -> list[list[fx.Node]]:
+    """Cut where a latency is hidden by what is computed between them."""
+    alpha, beta = _link(starts, costs)
+    ordered = sorted(starts, key=at.__getitem__)  # as they are used; of equal ones the order of the graph
+    gap = max(alpha, (at[ordered[-1]] - at[ordered[0]]) / SHARES)
+    least = beta * (costs.launch + 2 * costs.cluster.op_overhead_s)
+    parts, left = [[ordered[0]]], sum(map(_bytes, ordered))
+    for before, start in pairwise(ordered):
+        left -= _bytes(before)
+        if at[start] - at[parts[-1][0]] >= gap and min(left, sum(map(_bytes, parts[-1]))) >= least:
+            parts.append([])
+        parts[-1].append(start)
+    return [sorted(p, key=starts.index) for p in parts]
 
 
 def _bytes(start: fx.Node) -> int:
@@ -155,6 +210,7 @@ class _Bucket:
         with self.graph.inserting_before(first if gathers else self.members[-1]):
             flat = self._call(pack, (sources, parts, dims), flat_val)
             start = self._call(self.op, (flat, 0, size, key), done_val)
+            start.meta["bucket"] = tuple(s.meta.get("where", "") for s in self.members)  # for people
             wait = self._call(WAIT, (start,), done_val)
             whole = size if gathers else 1
             shapes = flatten_shapes([list(_val(w).shape) for w in waits])

@@ -15,7 +15,7 @@ from torch import fx
 from moec.cost import Sizes
 from moec.cost import cluster as load_cluster
 from moec.overlap import Overlap
-from moec.passes.bucket import bucket
+from moec.passes.bucket import buckets
 from moec.passes.joint import JointGraphs, joint_graphs
 from moec.passes.joint.absent import without
 from moec.passes.joint.purposes import give_purposes
@@ -63,12 +63,11 @@ def finish(
 
     def finished(module: fx.GraphModule, is_backward: bool = False) -> fx.GraphModule:  # 3
         costs = Costs(cluster, program.mesh, sizes)
-        if options.bucket_mb is not None:
-            module = bucket(module, costs, options.bucket_mb)
+        variants = [module] if options.bucket_mb is None else buckets(module, costs, options.bucket_mb)
+        module = variants[0]
         if options.schedule:
             owned = {f"saved_{p}" for p in params} if is_backward else params
-            apart = split_experts(module)
-            variants = [module] if apart is None else [module, apart]
+            variants += [apart for v in variants if (apart := split_experts(v)) is not None]
             module = overlap(variants, costs, owned, is_backward, bound)
         check_order(module.graph, program.mesh)
         return module
@@ -90,6 +89,8 @@ def finish(
         graphs.params,
         backward_for,
         frozenset(_keys(graphs.forward) | _keys(graphs.backward)),
+        options,
+        shapes,
     )
     if step.differentiable:
         backward_for(step.usual())  # what cannot be scheduled is refused now, not in the first backward

@@ -39,6 +39,11 @@ def axes_of(key: str) -> str:
     return key.partition("#")[0]
 
 
+GRADIENTS, PARAMETERS, EXCHANGE, COUNTS = "gradients", "parameters", "exchange", "counts"
+"""Purposes of groups: sums of gradients; gathers of parameters and what becomes their gradients; rows of tokens that go
+to experts; how many."""
+
+
 def for_purpose(key: str, purpose: str) -> str:
     """The key of the group of the same ranks that serves ``purpose`` alone."""
     return f"{axes_of(key)}#{purpose}" if purpose else axes_of(key)

@@ -27,9 +27,10 @@ PLANS = {
     "ep": {"dp": 4, "ep": 4},
     "fsdp, ep": {"dp": 4, "fsdp": True, "ep": 2},
     "hsdp": {"dp": 4, "fsdp": 2, "ep": 4},
+    "fsdp": {"dp": 4, "fsdp": True},
     "tp, ep": {"dp": 2, "tp": 2, "sequence_parallel": True, "ep": 2, "etp": 2},
 }
-EVERY = [pytest.param(p, marks=pytest.mark.nightly if p in ("ep", "tp, ep") else ()) for p in PLANS]
+EVERY = [pytest.param(p, marks=pytest.mark.nightly if p in ("ep", "tp, ep", "fsdp") else ()) for p in PLANS]
 SIZES = {"0": (32, 64), "1": (32, 64)}
 
 
@@ -144,6 +145,39 @@ def test_the_last_bucket_is_an_eighth_at_most_unless_that_is_all_latency(monkeyp
     assert bucketing._limit([start] * 100, costs) == bucketing.LATENCY * 10**5
     each = 10
     assert bucketing._limit([start] * 4, costs) == 10**5
+
+
+def on(link: cost.Link, monkeypatch, **options) -> tuple[Step, float]:
+    """A step for this link, and how long it is predicted to take."""
+    made = cost.Cluster("made", {"float64": ((1.0, 1e10),)}, ((1.0, 1e10),), 1e-6, {"network": link})
+    monkeypatch.setattr("moec.passes.step.load_cluster", lambda _: made)
+    step, mesh = finish(complete("fsdp"), lowered("fsdp"), moec.Overlap(**options), SIZES), lowered("fsdp").mesh
+    sizes = cost.Sizes.of(lowered("fsdp"), SIZES, _graphs(step))
+    return step, sum(cost.predict(g.nodes, made, mesh, sizes).step_s for g in _graphs(step))
+
+
+def gathered(graph) -> list[int]:
+    """How many are in each bucket of gathered parameters."""
+    starts = [n for n in graph.nodes if n.op == "call_function" and is_start(n.target)]
+    starts = [s for s in starts if collective(s.target).primitive == "all_gather" and "#parameters" in group_of(s)]
+    return [len(s.meta.get("bucket", (0,))) for s in starts]
+
+
+def test_small_gathers_are_apart_where_that_is_faster(monkeypatch):
+    """Of a tiny model all fit one bucket; then nothing runs until the last parameter has come."""
+    link = cost.Link(2e-4, 2e8)
+    auto, seconds = on(link, monkeypatch)
+    joined, longer = on(link, monkeypatch, bucket_mb=1000)
+    for graph, one in zip(_graphs(auto), _graphs(joined), strict=True):
+        assert len(gathered(one)) == 1 < len(gathered(graph)) <= bucketing.SHARES
+        assert sum(gathered(one)) == sum(gathered(graph))
+    assert seconds < longer
+    slow, _ = on(cost.Link(10.0, 2e8), monkeypatch)  # nothing is computed for ten seconds
+    assert [gathered(g) for g in _graphs(slow)] == [gathered(g) for g in _graphs(joined)]
+
+
+def _graphs(step: Step):
+    return [step.forward.graph, step.backward(step.usual()).graph]
 
 
 def test_regathers_bring_only_what_is_read():

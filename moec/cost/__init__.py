@@ -11,6 +11,7 @@ everything is the same on every rank: schedulers may decide by it.
 """
 
 from moec.cost.cluster import Cluster, Link, cluster, presets
+from moec.cost.host import Host
 from moec.cost.memory import Storages
 from moec.cost.roofline import Work, link, seconds, stream, transfer, wire, work
 from moec.cost.sizes import Sizes
@@ -20,6 +21,7 @@ from moec.cost.trace import trace
 __all__ = [
     "COMPUTE",
     "Cluster",
+    "Host",
     "Link",
     "Sizes",
     "Span",

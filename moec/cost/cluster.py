@@ -67,6 +67,10 @@ class Cluster:
     """How much of a rank's compute its communication takes while it runs (CPU: threads that send and copy)."""
     launch_s: float = 0.0
     """What starting a collective takes of a rank's compute, beyond an op's overhead."""
+    dispatch_s: float = 0.0
+    """What launching an op takes of the host, which runs ahead of its GPU (``cost/host.py``); 0: it computes itself."""
+    sync_s: float = 0.0
+    """What it takes, once the GPU has computed something, until the host has read it."""
     ops: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Op (``"aten.pow"``) -> its own overhead in seconds, and how many times its roofline it takes beyond that."""
 
@@ -79,6 +83,8 @@ class Cluster:
         times = [
             self.op_overhead_s,
             self.launch_s,
+            self.dispatch_s,
+            self.sync_s,
             *(a for link in self.links.values() for a in (link.alpha_s, *(a for a, _ in link.primitives.values()))),
         ]
         times += [overhead for overhead, _ in self.ops.values()]
@@ -154,6 +160,8 @@ class Cluster:
                 at_once=int(data.get("at_once", 1)),
                 comm_share=float(data.get("comm_share", 0.0)),
                 launch_s=float(data.get("launch_s", 0.0)),
+                dispatch_s=float(data.get("dispatch_s", 0.0)),
+                sync_s=float(data.get("sync_s", 0.0)),
                 ops={op: (float(a), float(r)) for op, (a, r) in (data.get("ops") or {}).items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as e:

@@ -3,6 +3,7 @@
 Compute is one queue.  A start takes its ``launch`` of it and hands its collective to its stream (the process group),
 where ``at_once`` of them run at a time, the others waiting in order.  Collectives on one link share it evenly.
 A wait stops compute until the collective is done.  While anything is communicated compute is slower by ``comm_share``.
+With a host that launches what a GPU runs (``host.py``), nothing begins before it is launched.
 All ranks do the same at the same time.
 """
 
@@ -10,11 +11,12 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from moec.cost.cluster import Cluster
+from moec.cost.host import HOST, Host
 from moec.cost.memory import Storages
 from moec.cost.roofline import COMPUTE, launch, link, seconds, stream
 from moec.cost.sizes import Sizes
@@ -34,6 +36,9 @@ class Span:
     end_s: float
     where: str = ""
 
+    def later(self, seconds: float) -> Span:
+        return replace(self, start_s=self.start_s + seconds, end_s=self.end_s + seconds)
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -44,18 +49,22 @@ class Timeline:
     """What communication adds to it: waiting, and slower compute beside it."""
     peak_bytes: int
     spans: tuple[Span, ...] = field(repr=False, default=())
+    waits: tuple[Span, ...] = field(repr=False, default=())
+    """When compute reached the wait of a collective (``node`` is its start), and when it went on."""
+    host_s: float = 0.0
+    """What the host adds: nothing was launched yet."""
 
     def then(self, other: Timeline) -> Timeline:
         """This one, and ``other`` after it."""
-        later = tuple(
-            Span(s.node, s.stream, s.start_s + self.step_s, s.end_s + self.step_s, s.where) for s in other.spans
-        )
+        later, waited = ([s.later(self.step_s) for s in spans] for spans in (other.spans, other.waits))
         return Timeline(
             self.step_s + other.step_s,
             self.compute_s + other.compute_s,
             self.exposed_s + other.exposed_s,
             max(self.peak_bytes, other.peak_bytes),
             (*self.spans, *later),
+            (*self.waits, *waited),
+            self.host_s + other.host_s,
         )
 
 
@@ -90,6 +99,16 @@ class _Clock:
             step = min(work / speed, self._next())
             self._pass(step)
             work = 0.0 if step == work / speed else work - step * speed
+
+    def idle(self, until: float) -> float:
+        """Nothing is computed until then; returns how long that was."""
+        began = self.now
+        while self.now < until:
+            rest, step = until - self.now, self._next()
+            self._pass(min(rest, step))
+            if rest <= step:
+                self.now = until
+        return self.now - began
 
     def wait(self, job: _Job) -> None:
         while not job.done:
@@ -142,29 +161,41 @@ def simulate(
     at_once: int = 1,
     comm_share: float = 0.0,
     launch: float | Callable[[fx.Node], float] = 0.0,
+    host: Host | None = None,
     storages: Storages | None = None,
     kept: Collection[fx.Node] = (),
 ) -> Timeline:
     """Execute ``order`` (operands first; every wait after its start).
 
+    ``host``: who launches it, if not the one who computes it.
     ``link``: of a stream, which of the links its collectives share with others (default: each stream has its own).
     ``storages`` and ``kept``: for ``peak_bytes`` (see :meth:`Storages.profile`); without them it is 0."""
     clock = _Clock(link, at_once, comm_share)
     jobs: dict[fx.Node, _Job] = {}
-    compute = 0.0
+    waits: list[Span] = []
+    compute = idle = launched = 0.0  # launched: until when the host is busy
     for node in order:
+        start = is_start(node.target)
+        took = (launch(node) if callable(launch) else launch) if start else seconds(node)
+        if host is not None and (start or (took and not is_wait(node.target))):
+            if host.reads(node):
+                asked = launched
+                launched = max(launched, clock.now) + host.sync_s
+                clock.spans.append(Span(node.name, HOST, asked, launched, node.meta.get("where", "")))
+            launched += host.dispatch_s
+            idle += clock.idle(launched)
         began = clock.now
-        if is_start(node.target):
-            took = launch(node) if callable(launch) else launch
+        if start:
             clock.compute(took)
             compute += took
             jobs[node] = _Job(node, stream(node), seconds(node))
             clock.enqueue(jobs[node])
         elif is_wait(node.target) and node.args[0] in jobs:
-            clock.wait(jobs[node.args[0]])
+            job = jobs[node.args[0]]
+            clock.wait(job)
+            waits.append(Span(job.node.name, job.stream, began, clock.now, node.meta.get("where", "")))
             continue
         else:
-            took = seconds(node)
             clock.compute(took)
             compute += took
         if clock.now > began:
@@ -172,7 +203,7 @@ def simulate(
     clock.drain()
     peak = max(storages.profile(order, kept), default=0) if storages is not None else 0
     spans = tuple(sorted(clock.spans, key=lambda s: (s.start_s, s.end_s)))
-    return Timeline(clock.now, compute, clock.now - compute, peak, spans)
+    return Timeline(clock.now, compute, clock.now - compute - idle, peak, spans, tuple(waits), idle)
 
 
 def predict(
@@ -193,6 +224,7 @@ def predict(
         at_once=cluster.at_once,
         comm_share=cluster.comm_share,
         launch=lambda n: launch(n, cluster, mesh, sizes),
+        host=Host.of(cluster),
         storages=Storages(order, sizes),
         kept=kept,
     )

@@ -137,22 +137,25 @@ class _Joint:
             vjp, segment = piece.vjp, piece.segment
             piece.env = {p: self.made[n] for p, n in zip(vjp.inputs, segment.inputs, strict=True)}
             for node in vjp.forward:
-                copy = piece.env[node] = self._copy(self.forward, 0, node, vjp, piece.env)
+                copy = piece.env[node] = self._copy(self.forward, 0, node, piece, piece.env)
                 at = vjp.source.get(node)
-                copy.meta["where"] = segment.nodes[at].meta.get("where", "") if at is not None else segment.where
                 if at is not None and is_start(node.target) and "moves" in segment.nodes[at].meta:
                     copy.meta.update({k: segment.nodes[at].meta[k] for k in ("moves", "types")})
             for out, node in zip(vjp.outputs, segment.outputs, strict=True):
                 self.made[node] = piece.env[out] if isinstance(out, fx.Node) else out
 
-    def _copy(self, graph: fx.Graph, which: int, node: fx.Node, vjp: Vjp, env: dict[fx.Node, fx.Node]) -> fx.Node:
+    def _copy(self, graph: fx.Graph, which: int, node: fx.Node, piece: _Piece, env: dict[fx.Node, fx.Node]) -> fx.Node:
         if node.op == "get_attr":  # a constant that tracing met: scalars of a formula
-            value = getattr(vjp.module, node.target)
+            value = getattr(piece.vjp.module, node.target)
             name = f"traced_{len(dict(self.roots[which].named_buffers()))}"
             self.roots[which].register_buffer(name, value, persistent=False)
             return graph.get_attr(name)
         copy = graph.node_copy(node, env.__getitem__)
-        copy.meta = {"val": node.meta.get("val")}
+        at, segment = piece.vjp.source.get(node), piece.segment
+        of = {"where": segment.where} if at is None else segment.nodes[at].meta
+        copy.meta = {"val": node.meta.get("val"), "where": of.get("where", "")}
+        if "chunk" in of:
+            copy.meta["chunk"] = of["chunk"]
         return copy
 
     # -- 3 and 4
@@ -187,10 +190,8 @@ class _Joint:
         for node in dict.fromkeys(read):  # in an order that is the same on every rank
             if node in piece.env:
                 env[node] = self._save(piece.env[node])
-        where = segment.where
         for node in vjp.backward:
-            env[node] = self._copy(self.backward, 1, node, vjp, env)
-            env[node].meta["where"] = where
+            env[node] = self._copy(self.backward, 1, node, piece, env)
         for grad, node in zip(vjp.grads, segment.inputs, strict=True):
             if grad is not None:
                 self._add(grads, node, env[grad])

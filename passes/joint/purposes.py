@@ -18,10 +18,9 @@ from torch import fx
 
 from moec.passes.joint.regather import parameter_values
 from moec.runtime.collectives import collective, group_of, is_start, is_wait
-from moec.runtime.mesh import for_purpose
+from moec.runtime.mesh import COUNTS, EXCHANGE, PARAMETERS, for_purpose
 
 aten, moec = torch.ops.aten, torch.ops.moec
-EXCHANGE, COUNTS, PARAMETERS = "exchange", "counts", "parameters"
 EXCHANGES = frozenset({"exchange", "counts", "equal"})
 """Primitives that move tokens between experts, or say how many."""
 _ON_THE_WAY = frozenset({

@@ -13,11 +13,8 @@ from torch import fx
 from moec.passes.joint import JointGraphs
 from moec.program import Program
 from moec.runtime.collectives import TABLE
-from moec.runtime.mesh import for_purpose
+from moec.runtime.mesh import GRADIENTS, for_purpose
 from moec.runtime.torch_compat import WAIT
-
-GRADIENTS = "gradients"
-"""Purpose of the groups that gradients are summed over."""
 
 
 def reduce_gradients(graphs: JointGraphs, program: Program) -> None:

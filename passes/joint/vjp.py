@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +42,7 @@ class Vjp:
     forward: tuple[fx.Node, ...]
     backward: tuple[fx.Node, ...]
     source: dict[fx.Node, int]
-    """Forward node -> which node of the segment it was traced from."""
+    """Node -> which node of the segment it was traced from: as a part of it, or of its derivative."""
 
     @property
     def differentiable(self) -> tuple[int, ...]:
@@ -60,13 +62,14 @@ def trace(segment: Segment, values: Sequence[Any], mode: Any) -> Vjp:
         tangents = [torch.empty_like(v.detach()) for v in found if isinstance(v, Tensor) and v.requires_grad]
 
         def joint(inputs: list[Any], tangents: list[Tensor]) -> list[Any]:
-            outs = _run(segment, inputs)
-            wrt = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
-            roots = [x for x in outs if isinstance(x, Tensor) and x.requires_grad]
-            grads: list[Tensor | None] = [None] * len(wrt)
-            if roots and wrt:
-                grads = list(torch.autograd.grad(roots, wrt, tangents, allow_unused=True))
-            return [*outs, *grads]
+            with ExitStack() as derivatives:
+                outs = _run(segment, inputs, derivatives)
+                wrt = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+                roots = [x for x in outs if isinstance(x, Tensor) and x.requires_grad]
+                grads: list[Tensor | None] = [None] * len(wrt)
+                if roots and wrt:
+                    grads = list(torch.autograd.grad(roots, wrt, tangents, allow_unused=True))
+                return [*outs, *grads]
 
         forget_unbacked(mode)
         with traceback.preserve_node_meta():
@@ -87,13 +90,22 @@ def writes(node: fx.Node) -> bool:
     return node.op == "call_function" and schema is not None and schema.is_mutable
 
 
-def _run(segment: Segment, values: Sequence[Any]) -> list[Any]:
+def _run(segment: Segment, values: Sequence[Any], derivatives: ExitStack | None = None) -> list[Any]:
+    """``derivatives``: until it is closed, autograd says of which node it computes the derivative."""
     env: dict[fx.Node, Any] = dict(zip(segment.inputs, values, strict=True))
     for i, node in enumerate(segment.nodes):
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
         with traceback.annotate({"at": i}):
-            env[node] = node.target(*args, **kwargs)
+            found = env[node] = node.target(*args, **kwargs)
+        if derivatives is not None:
+            for x in found if isinstance(found, (tuple, list)) else [found]:
+                if isinstance(x, Tensor) and x.grad_fn is not None:
+                    x.grad_fn.register_prehook(partial(_derivative_of, i, derivatives))
     return [env[n] for n in segment.outputs]
+
+
+def _derivative_of(at: int, derivatives: ExitStack, grads: Any) -> None:
+    derivatives.enter_context(traceback.annotate({"at": at}))
 
 
 def _check_sizes(segment: Segment, found: list[Any]) -> None:
@@ -137,5 +149,5 @@ def _partition(module: fx.GraphModule, leaves: list[Any], num_tangents: int, fou
         tuple(found),
         tuple(n for n in body if n in needed),
         tuple(n for n in body if n not in needed),
-        {n: n.meta["custom"]["at"] for n in needed if "at" in (n.meta.get("custom") or {})},
+        {n: n.meta["custom"]["at"] for n in body if "at" in (n.meta.get("custom") or {})},
     )

@@ -20,11 +20,10 @@ import networkx as nx
 from torch import fx
 
 from moec import cost
-from moec.passes.joint.purposes import PARAMETERS
-from moec.passes.joint.reductions import GRADIENTS
+from moec.cost.host import reads
 from moec.passes.joint.regather import parameter_values
 from moec.runtime.collectives import collective, group_of, is_start, is_wait
-from moec.runtime.mesh import Mesh
+from moec.runtime.mesh import GRADIENTS, PARAMETERS, Mesh
 
 COMPUTE = cost.COMPUTE
 
@@ -59,6 +58,12 @@ class Costs:
     @property
     def launch(self) -> float:
         return self.cluster.op_overhead_s + self.cluster.launch_s
+
+    def launched(self, node: fx.Node) -> float:
+        """Seconds of compute that a node takes; of a start its launch.  Where a host has to read something first, also
+        how long nothing is launched."""
+        idle = self.cluster.sync_s + self.cluster.dispatch_s if self.cluster.dispatch_s and reads(node) else 0.0
+        return (self.launch if is_start(node.target) else self.seconds(node)) + idle
 
 
 @dataclass
@@ -104,8 +109,7 @@ class Tasks:
         return Tasks(
             heavy,
             dag,
-            [costs.launch if is_start(n.target) else costs.seconds(n) for n in heavy]
-            + [costs.seconds(s) for s in starts],
+            [costs.launched(n) for n in heavy] + [costs.seconds(s) for s in starts],
             [COMPUTE] * len(heavy) + [costs.queue(s) for s in starts],
             job,
             frozenset(number[s] for s in starts if s in of_params),
