@@ -29,6 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 import moec
 
 REPEATS, WARM_UP = 3, 2
+CALIBRATIONS = ("before", "after")
+"""Cases that measure the lab itself, and write ``FOLDER/CASE.yaml``."""
 
 # EP: tokens of a rank, hidden size, width of an expert, experts, choices, layers.
 SEQUENCES, LENGTH, HIDDEN, WIDTH, EXPERTS, CHOICES, LAYERS = 4, 512, 512, 288, 8, 2, 2
@@ -223,11 +225,11 @@ def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group("gloo")
-    cluster = folder / "cluster.yaml"
-    if case == "calibrate":
+    cluster = folder / f"{CALIBRATIONS[0]}.yaml"
+    if case in CALIBRATIONS:
         found = moec.calibrate("two hosts", ("float32",))
         if _rank() == 0:
-            cluster.write_text(found.to_yaml())
+            (folder / f"{case}.yaml").write_text(found.to_yaml())
     else:
         seconds = measure(contenders(case, str(cluster)), rounds)
         if _rank() == 0:

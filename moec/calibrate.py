@@ -8,10 +8,13 @@ counts for each as what is left for it.
 3. Each kind of collective, between the ranks of a node and between nodes: latency from a small one, bandwidth from
    large ones, with the bytes that a ring would send (``Collective.wire_bytes``); what starting one takes.
 4. Products beside long collectives: how much slower they are.
-5. The ops of a typical layer: their overheads, and how much slower than a product or an addition they are
+5. On a GPU, what launching an op takes of the host, and what reading a number takes beyond it.
+6. The ops of a typical layer: their overheads, and how much slower than a product or an addition they are
    (``calibrate_ops``).
 
-A figure is the median over repetitions; of ranks, the mean.
+7. How often work is interrupted: a figure is the median over repetitions (of ranks, the mean), which leaves out what
+   other programs, the kernel and the hypervisor take, and a step does not.  So products run for ``STEADY`` seconds, and
+   by as much as their mean is above their median everything that was measured is slower.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
-from statistics import median
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
@@ -38,13 +41,13 @@ from moec.runtime.torch_compat import all_gather_flat, reduce_scatter_flat, wait
 PRODUCTS = (16, 32, 64, 128, 256, 512, 1024)
 """Rows, columns and depth of the products."""
 COLD, MOST_PAIRS = 1 << 26, 256
-"""Bytes of the operands that products take turns with, and how many pairs at most."""
+"""Bytes of the operands that products and additions take turns with, and how many at most."""
 ELEMENTS = tuple(4**k for k in range(5, 13))
 """Of the additions, fp32: 4 kB to 64 MB."""
 SHARE_PRODUCT = 256
 SMALL, LARGE = 256, (1 << 18, 1 << 21)
 """Elements (fp32) of a collective's whole tensor, for each rank of the group."""
-WARM_UP, REPEATS = 1, 5
+WARM_UP, REPEATS, STEADY = 1, 5, 2.0
 
 
 def calibrate(
@@ -69,7 +72,25 @@ def calibrate(
         launch = max(0.0, _launch(clock) - overhead)
     at_once = 2 if clock.world > 1 and dist.get_backend() == "gloo" else 1  # gloo: two threads a process group
     found = Cluster(name, matmul, memory, overhead, links, local, at_once, share, launch)
-    return replace(found, ops=ops(found, device, clock.mean))  # 5
+    if device != "cpu":
+        dispatch, sync = _host(clock, overhead)  # 5
+        found = replace(found, dispatch_s=dispatch, sync_s=sync)
+    return slower(replace(found, ops=ops(found, device, clock.mean)), _interrupted(clock))  # 6 and 7
+
+
+def slower(cluster: Cluster, times: float) -> Cluster:
+    """Its compute takes so many times as long; transfers do not."""
+
+    def curve(rates: Curve) -> Curve:
+        return tuple((size, rate / times) for size, rate in rates)
+
+    return replace(
+        cluster,
+        matmul_flops={d: curve(c) for d, c in cluster.matmul_flops.items()},
+        memory_bytes=curve(cluster.memory_bytes),
+        op_overhead_s=cluster.op_overhead_s * times,
+        ops={op: (overhead * times, ratio) for op, (overhead, ratio) in cluster.ops.items()},
+    )
 
 
 class _Clock:
@@ -133,8 +154,9 @@ def _beyond(took: float, overhead: float) -> float:
 
 
 def _addition(device: str, n: int) -> Callable[[], Tensor]:
-    x = torch.zeros(n, device=device)
-    return lambda: x + 1
+    several = min(MOST_PAIRS, max(1, COLD // (4 * n)))
+    operands = cycle([torch.zeros(n, dtype=torch.float32, device=device) for _ in range(several)])
+    return lambda: next(operands) + 1
 
 
 def _additions(clock: _Clock, overhead: float) -> Curve:
@@ -223,6 +245,34 @@ def _launch(clock: _Clock) -> float:
         return took
 
     return clock.mean(median(once() for _ in range(REPEATS)))
+
+
+def _interrupted(clock: _Clock) -> float:
+    """How many times their median products take on average, at least 1; of a GPU, which nobody interrupts, 1."""
+    if clock.device != "cpu":
+        return 1.0
+    run, took = _product(clock.device, torch.float32, 2 * SHARE_PRODUCT), list[float]()
+    run()
+    while sum(took) < STEADY or len(took) < 2:
+        began = time.perf_counter()
+        run()
+        took.append(time.perf_counter() - began)
+    return max(1.0, clock.mean(fmean(took) / median(took)))
+
+
+def _host(clock: _Clock, overhead: float) -> tuple[float, float]:
+    """Seconds of launching an op, while the GPU is behind; and of reading its result, once it is there."""
+    x = torch.zeros(1, dtype=torch.float32, device=clock.device)
+
+    def launches() -> float:
+        clock.finish()
+        began = time.perf_counter()
+        for _ in range(100):
+            x + 1
+        return (time.perf_counter() - began) / 100
+
+    dispatch = clock.mean(median(launches() for _ in range(REPEATS)))
+    return dispatch, max(0.0, clock.time(lambda: (x + 1).item()) - dispatch - overhead)
 
 
 def _share(clock: _Clock) -> float:

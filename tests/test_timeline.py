@@ -123,18 +123,22 @@ def gloo_record(rank, world):
     mine = {k: moec.shard_batch(x, model) for k, x in grid.batch().items()}
     with moec.record(model) as spans:
         model(**mine)["loss"].backward()
-    return spans
+    return spans, moec.explain(model).schedule.transfers
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_collectives_are_recorded(gloo4):
-    for spans in gloo4.run(gloo_record, timeout=250):
+    for spans, said in gloo4.run(gloo_record, timeout=250):
         streams = {s.stream for s in spans}
         assert {COMPUTE, "comm:dp_ep#exchange", "comm:dp_ep#gradients"} <= streams
         launched = {s.node: s for s in spans if s.stream == COMPUTE}
         sent = [s for s in spans if s.stream != COMPUTE]
         assert all(launched[s.node].start_s == s.start_s for s in sent)
+        began = sorted(sent, key=lambda s: s.start_s)  # what explain says is what ran, in that order
+        assert [(s.node, s.stream) for s in began] == [(t.node, f"comm:{t.group}") for t in said]
+        waited = [s.node for s in sorted(sent, key=lambda s: s.end_s)]
+        assert waited == [t.node for t in sorted(said, key=lambda t: (t.phase == "backward", t.waited_s))]
 
 
 # ------------------------------------------------------------------------------------------------ calibration
@@ -142,12 +146,13 @@ def test_collectives_are_recorded(gloo4):
 
 def shorter(calibrate):
     calibrate.PRODUCTS, calibrate.ELEMENTS, calibrate.LARGE, calibrate.REPEATS = (8, 32), (16, 1024), (64, 128), 1
+    calibrate.STEADY = 0.01
 
 
 @pytest.fixture
 def short(monkeypatch):
     calibrate = sys.modules["moec.calibrate"]
-    for name in ("PRODUCTS", "ELEMENTS", "LARGE", "REPEATS"):
+    for name in ("PRODUCTS", "ELEMENTS", "LARGE", "REPEATS", "STEADY"):
         monkeypatch.setattr(calibrate, name, getattr(calibrate, name))
     shorter(calibrate)
 
@@ -160,6 +165,27 @@ def test_calibration_alone(short, tmp_path, capsys):
     assert found.name == "laptop" and not found.links
     assert [size for size, _ in found.matmul_flops["float32"]] == [2.0 * 8**3, 2.0 * 32**3]
     assert cost.Cluster.from_dict(found.to_dict()) == found
+
+
+def test_what_interrupts_a_step_is_in_the_figures(monkeypatch):
+    """Of ten products one takes eleven times as long: medians miss it, a step does not."""
+    module = sys.modules["moec.calibrate"]
+    took = iter([1.0, *[1.0] * 9, 11.0] * 2)  # the first warms up
+    now = [0.0]
+
+    def product():
+        now[0] += next(took)
+
+    monkeypatch.setattr(module, "_product", lambda *_: product)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(module, "STEADY", 20.0)
+    assert module._interrupted(module._Clock("cpu")) == pytest.approx(2.0)
+    assert module._interrupted(module._Clock("cuda")) == 1.0
+    ops = {"aten.pow": (1e-6, 3.0)}
+    found = module.slower(replace(CLUSTER, ops=ops, launch_s=1e-5), 2.0)
+    assert found.matmul("float32", 1.0) == CLUSTER.matmul("float32", 1.0) / 2 and found.memory(1.0) == 5e8
+    assert found.op_overhead_s == 2e-6 and found.ops == {"aten.pow": (2e-6, 3.0)}
+    assert found.links == CLUSTER.links
 
 
 def test_an_unknown_dtype_is_refused():
@@ -187,6 +213,7 @@ def test_calibration_of_links(gloo4, local, scopes):
     }  # fmt: skip
     assert first.at_once == 2 and 0 <= first.comm_share < 1 and first.launch_s > 0
     assert {"aten._scaled_dot_product_flash_attention_for_cpu", "moec.cross_entropy", "moec.permute"} <= set(first.ops)
+    assert {"aten.addmm", "moec.rms_norm", "moec.rms_norm_backward", "moec.experts_rows"} <= set(first.ops)
     assert all(overhead > 0 and times >= 1 for overhead, times in first.ops.values())
     assert all(o.ops == first.ops and o.launch_s == first.launch_s for o in others)
     assert all(o.matmul_flops == first.matmul_flops and o.comm_share == first.comm_share for o in others)
