@@ -19,11 +19,11 @@ How large: a collective takes ``alpha + bytes / beta``.  By the cost model a buc
 ``LATENCY`` th of its time: the first is under way early, and the last, which nothing covers, is short.  For the same
 reason it has no more than a ``SHARES`` th of all bytes, unless it takes less than ``alpha`` anyway.
 
-If all of them fit one such bucket, that may be right (a bucket more is a latency more, which others on the link wait
-for) or wrong (what is needed first waits for the rest, and nothing runs meanwhile).  So there is another way, and
-whoever schedules takes the faster one.  The next bucket begins where computing takes ``alpha`` since the first use of
-the last (of sums: since its first operand), which hides its latency, if the bytes on either side take longer than a
-bucket costs compute (to pack, start and unpack it).
+If all of a tiny model fit one such bucket, that may be right (a bucket more is a latency more, which others on the
+link wait for) or wrong (what is needed first waits for the rest, and nothing runs meanwhile). So there is another
+way, and whoever schedules takes the faster one. The next bucket begins where computing takes ``alpha`` since the
+first use of the last (of sums: since its first operand), which hides its latency, if the bytes on either side take
+longer than a bucket costs compute (to pack, start and unpack it).
 """
 
 from __future__ import annotations
@@ -52,21 +52,22 @@ PRIMITIVES = ("all_reduce", "all_gather", "reduce_scatter")
 def buckets(module: fx.GraphModule, costs: Costs, megabytes: float | Literal["auto"]) -> list[fx.GraphModule]:
     """Copies of the graph with merged collectives: one, or two of which the faster is to be taken."""
     ways = [bucket(module, costs, megabytes)]
-    if megabytes == "auto":
-        ways.append(bucket(module, costs, megabytes, apart=True))
-    return ways[:1] if str(ways[0].graph) == str(ways[-1].graph) else ways
+    if megabytes != "auto" or not all(_fits(starts, costs) for starts in _candidates(module.graph).values()):
+        return ways  # a model that is not tiny: to schedule it twice takes long, and little would be gained
+    ways.append(bucket(module, costs, megabytes, apart=True))
+    return ways[:1] if str(ways[0].graph) == str(ways[1].graph) else ways
 
 
 def bucket(
     module: fx.GraphModule, costs: Costs, megabytes: float | Literal["auto"], apart: bool = False
 ) -> fx.GraphModule:
-    """A copy of the graph with merged collectives.  ``apart``: what fits one bucket may be several."""
+    """A copy of the graph with merged collectives.  ``apart``: what fits one bucket (all do) may be several."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     for key, starts in _candidates(graph).items():  # 1
         limit = _limit(starts, costs) if megabytes == "auto" else int(megabytes * 1e6)
         parts = [starts]
-        if apart and sum(map(_bytes, starts)) <= limit:
+        if apart:
             parts = _apart(starts, costs, _computed(graph, costs))
         for members in (m for part in parts for m in _fill(part, limit)):  # 2
             if len(members) > 1:
@@ -80,6 +81,11 @@ def _limit(starts: list[fx.Node], costs: Costs) -> int:
     alpha, beta = _link(starts, costs)
     share = sum(map(_bytes, starts)) / SHARES
     return int(min(LATENCY * alpha * beta, max(share, alpha * beta)))
+
+
+def _fits(starts: list[fx.Node], costs: Costs) -> bool:
+    """Are all of them one bucket?"""
+    return sum(map(_bytes, starts)) <= _limit(starts, costs)
 
 
 def _link(starts: list[fx.Node], costs: Costs) -> tuple[float, float]:

@@ -117,7 +117,7 @@ def _player(nodes: list[fx.Node], costs: Costs, kept: set[str]) -> Callable[[lis
             at_once=costs.cluster.at_once,
             comm_share=costs.cluster.comm_share,
             launch=costs.launch,
-            host=cost.Host.of(costs.cluster),
+            host=costs.host(),
             storages=storages,
             kept=held,
         )

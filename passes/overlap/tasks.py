@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import networkx as nx
 from torch import fx
@@ -36,11 +36,21 @@ class Costs:
     mesh: Mesh
     sizes: cost.Sizes
     _known: dict[fx.Node, float] = field(default_factory=dict)
+    _reads: dict[fx.Node, bool] = field(default_factory=dict)
 
     def seconds(self, node: fx.Node) -> float:
         if node not in self._known:
             self._known[node] = cost.seconds(node, self.cluster, self.mesh, self.sizes)
         return self._known[node]
+
+    def host(self) -> cost.Host | None:
+        found = cost.Host.of(self.cluster)
+        return None if found is None else replace(found, reads=self.reads)
+
+    def reads(self, node: fx.Node) -> bool:
+        if node not in self._reads:
+            self._reads[node] = reads(node)
+        return self._reads[node]
 
     def link(self, start: fx.Node) -> str:
         """The link that a collective uses, and shares with the others that use it."""
@@ -62,7 +72,7 @@ class Costs:
     def launched(self, node: fx.Node) -> float:
         """Seconds of compute that a node takes; of a start its launch.  Where a host has to read something first, also
         how long nothing is launched."""
-        idle = self.cluster.sync_s + self.cluster.dispatch_s if self.cluster.dispatch_s and reads(node) else 0.0
+        idle = self.cluster.sync_s + self.cluster.dispatch_s if self.cluster.dispatch_s and self.reads(node) else 0.0
         return (self.launch if is_start(node.target) else self.seconds(node)) + idle
 
 
