@@ -6,13 +6,14 @@ from functools import cache
 
 import grid
 import pytest
+import torch
 from cost_graphs import Graph
 
 import moec
 from moec import cost
 from moec.runtime.collectives import collective, is_start, is_wait
 from moec.runtime.mesh import axes_of
-from moec.schedule import Transfer, _transfers
+from moec.schedule import Transfer, _transfers, predicted, step_graphs
 
 BUILT = moec.Overlap(schedule=False, bucket_mb=None)
 
@@ -69,7 +70,7 @@ def test_as_built_it_moves_what_the_recorded_step_does(degrees):
 
 
 def test_what_is_hidden_and_beside_what():
-    """A transfer of 3 seconds beside two products of 1 second each, and one that nothing runs beside."""
+    """A transfer of 3 seconds beside two ops of 1 second each, and one of half a second beside an op that is longer."""
     g = Graph()
     x = g.value(4)
     first = g.start(x, (4,))
@@ -77,15 +78,16 @@ def test_what_is_hidden_and_beside_what():
     a.meta["where"] = "layer.attention"
     waited = g.wait(first)
     second = g.start(waited, (4,))
-    g.graph.output((a, b, g.wait(second)))
-    seconds = {"a": 1.0, "b": 1.0, first.name: 3.0, second.name: 0.5}
+    c = g.compute(x, name="c")
+    g.graph.output((a, b, c, g.wait(second)))
+    seconds = {"a": 1.0, "b": 1.0, "c": 2.0, first.name: 3.0, second.name: 0.5}
     nodes = list(g.graph.nodes)
     times = cost.simulate(nodes, lambda n: seconds.get(n.name, 0.0), lambda n: "comm:dp_edp")
     one, two = _transfers("forward", nodes, times, g.sizes, 10.0)
     assert (one.issued_s, one.start_s, one.end_s, one.waited_s) == (10.0, 10.0, 13.0, 12.0)
     assert (one.hidden_s, one.stall_s, one.before) == (2.0, 1.0, 2)
     assert one.beside == (("layer.attention", 1.0), ("b", 1.0))
-    assert (two.start_s, two.hidden_s, two.stall_s, two.before, two.beside) == (13.0, 0.0, 0.5, 3, ())
+    assert (two.start_s, two.hidden_s, two.stall_s, two.before, two.beside) == (13.0, 0.5, 0.0, 3, (("c", 0.5),))
     assert (one.bytes, one.ranks, one.bucket, one.chunk) == (16, 2, 1, None)
 
 
@@ -121,3 +123,15 @@ def test_evaluation_is_the_graph_that_keeps_nothing():
     starts = [n.name for n in program.step.inference.graph.nodes if n.op == "call_function" and is_start(n.target)]
     found = moec.explain(program).schedule
     assert list(found.parts) == ["forward"] and [t.node for t in found.transfers] == starts
+
+
+def test_parameters_that_the_backward_does_not_read_are_there_all_the_same():
+    program = compiled(BUILT, dp=4, ep=2)
+    graph = step_graphs(program)["backward"]
+    sizes = cost.Sizes.of(program, None, step_graphs(program).values())
+    cluster = cost.cluster("cpu2-1gbit")
+    owned = [n for n in graph.nodes if n.op == "placeholder" and n.name.removeprefix("saved_") not in program.params]
+    alone = cost.predict(graph.nodes, cluster, program.mesh, sizes, owned).peak_bytes
+    table = next(s for s in program.params.values() if s.name == "embed.weight")  # the gradient needs ids alone
+    found = predicted(program, "backward", graph, cluster, sizes).peak_bytes
+    assert found - alone >= torch.Size(table.shape).numel() * table.dtype.itemsize

@@ -176,6 +176,18 @@ def test_small_gathers_are_apart_where_that_is_faster(monkeypatch):
     assert [gathered(g) for g in _graphs(slow)] == [gathered(g) for g in _graphs(joined)]
 
 
+@pytest.mark.parametrize(("overhead", "wanted"), [(0.0, [[0, 1], [3], [2]]), (1e-6, [[0, 1, 2, 3]])])
+def test_a_bucket_begins_where_compute_hides_its_latency(monkeypatch, overhead, wanted):
+    """A second after the first of the last one; not where a bucket costs compute more than its byte costs the link."""
+    nodes = complete("fsdp").forward.graph.nodes
+    starts = [n for n in nodes if n.op == "call_function" and is_start(n.target)][:4]
+    made = cost.Cluster("made", {"float64": ((1.0, 1.0),)}, ((1.0, 1.0),), overhead, {"network": cost.Link(1.0, 1e6)})
+    monkeypatch.setattr(bucketing, "_bytes", lambda _: 1)
+    at = dict(zip(starts, (0.0, 0.5, 3.0, 1.2), strict=True))
+    found = bucketing._apart(starts, Costs(made, lowered("fsdp").mesh, cost.Sizes({})), at)
+    assert [[starts.index(s) for s in part] for part in found] == wanted
+
+
 def _graphs(step: Step):
     return [step.forward.graph, step.backward(step.usual()).graph]
 
