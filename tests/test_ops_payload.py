@@ -60,7 +60,7 @@ def test_rows_that_nobody_filled_are_zeros():
         assert torch.equal(y, torch.zeros(3, 130))
 
 
-@pytest.mark.parametrize("name", ("bf16", *NAMES))
+@pytest.mark.parametrize("name", ["bf16", *NAMES])
 def test_no_rows(name):
     """Of a rank whose experts nobody chose."""
     x = torch.empty(0, 130)
