@@ -8,6 +8,7 @@ checked; all outputs, and the gradients of those that have any, are compared.
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -203,21 +204,21 @@ def cases(tiny: bool) -> list[Case]:
     ]  # fmt: skip
     for recipe, alignment in (("current", 16), ("rowwise", 16), ("blockwise", 128), ("mxfp8", 32)):
 
-        def linear(a, w, recipe=recipe):
+        def linear(a, w, recipe=recipe, by=ops):
             def quantised(t: Tensor, role: str) -> list[Tensor]:
                 amax = ops.amax(t.detach(), None, recipe, role, False) if whole(recipe) else None
                 return ops.quantise(t, amax, None, None, recipe, role, True)
 
             p, q = quantised(a, "rows"), quantised(w, "weight")
-            y, *taps = ops.fp8_linear(p[0], q[0], *p[1:3], *q[1:3], *p[3:], *q[3:], None, recipe, whole(recipe))
+            y, *taps = by.fp8_linear(p[0], q[0], *p[1:3], *q[1:3], *p[3:], *q[3:], None, recipe, whole(recipe))
             values = ops.dequantise(p[1], p[2], recipe, "rows", False, torch.float32)
             return (ops.grad_amax(y, *taps, None, recipe) if whole(recipe) else y), values
 
-        def product(a, w, c, recipe=recipe, alignment=alignment):
+        def product(a, w, c, recipe=recipe, alignment=alignment, by=ops):
             a = ops.align_rows(a, c, alignment)
             p = ops.quantise(a, None, None, c, recipe, "rows", True)
             q = ops.quantise(w.transpose(1, 2), None, None, None, recipe, "stack", True)
-            return ops.fp8_grouped_mm(p[0], q[0], c, *p[1:3], *q[1:3], *p[3:], *q[3:], None, recipe, False)[0]
+            return by.fp8_grouped_mm(p[0], q[0], c, *p[1:3], *q[1:3], *p[3:], *q[3:], None, recipe, False)[0]
 
         def permuted(a, i, recipe=recipe):
             carrier, *q, counts, at = ops.permute_quantised(a, i, E, None, None, recipe, True)
@@ -242,7 +243,34 @@ def cases(tiny: bool) -> list[Case]:
             Case(f"fp8_grouped_mm, {recipe}", ("fp8_grouped_mm", "fp8_grouped_wgrad", "fp8_grouped_dgrad"), product,
                  (x(T * K, H), small(E, I, H), fewer), limit=0.01),
         ]  # fmt: skip
+        for make, rows, counts in ((linear, (T // 128 + 1) * 128, None), (product, T * K, fewer)):
+            found += by_transformer_engine(recipe, make, rows, counts)
     return found
+
+
+def by_transformer_engine(recipe: str, make: Callable[..., Any], rows: int, counts_E: Tensor | None) -> list[Case]:
+    """``make``'s product by ``moec_te::`` ops on a GPU, against moec's on the CPU; none where Transformer Engine cannot
+    be imported, or has not this recipe on this GPU.  Of widths that all recipes take."""
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception:  # not there, or its Python without its compiled part
+        return []
+    from moec.runtime.fp8 import Recipe
+    from moec.runtime.transformer_engine_fp8 import refused
+
+    K, M = 256, 384
+    if refused(Recipe.parse(recipe), (K, M), (torch.bfloat16, torch.float32)):
+        return []
+    gen = torch.Generator().manual_seed(1)
+    experts = () if counts_E is None else (len(counts_E),)
+    x, w = torch.randn((rows, K), generator=gen), torch.randn((*experts, M, K), generator=gen) * K**-0.5
+
+    def run(*inputs: Tensor) -> Any:
+        return make(*inputs, by=torch.ops.moec_te if inputs[0].is_cuda else ops)
+
+    inputs = (x, w) if counts_E is None else (x, w, counts_E)
+    kind = "fp8_linear" if counts_E is None else "fp8_grouped_mm"
+    return [Case(f"{kind} by Transformer Engine, {recipe}", (), run, inputs, limit=0.01)]
 
 
 def whole(recipe: str) -> bool:

@@ -112,8 +112,9 @@ class Plan:
     """How communication is hidden behind computation: token chunks, scheduling, buckets … (a mapping of the fields of
     ``moec.Overlap`` in YAML)."""
     backend: str = "eager"
-    """Who computes routers, permutations and the experts' products: ``eager`` moec; ``te`` Transformer Engine, where it
-    can express them (the rest is moec's and stands in ``why_not``), an error where it cannot be imported."""
+    """Who computes routers, permutations, the experts' products and those in FP8: ``eager`` moec; ``te`` Transformer
+    Engine, where it can express them (the rest is moec's and stands in ``why_not``), an error where it cannot be
+    imported."""
 
     # ------------------------------------------------------------------------------------------- dict and YAML
     def to_dict(self) -> dict[str, Any]:

@@ -83,6 +83,8 @@ def is_product(node: object, counts: fx.Node) -> bool:
 
 def _activation(program: Program, quantise: fx.Node) -> None:
     act, amax, amax_T, counts, recipe, _, both = quantise.args
+    if any(op_name(u) == "moec_te.fp8_grouped_mm" for u in counts.users):
+        raise Declined("its first products are Transformer Engine's, which compute no activation")
     if amax is not None or amax_T is not None:
         raise Declined("its scales are made from more than these rows")
     body, sums, between = outline(act, counts, program.mesh, is_product)

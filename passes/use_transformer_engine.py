@@ -12,6 +12,8 @@ Algorithm (runtime/transformer_engine.py says what each op may be given)
     3. A permute whose ids come from such a router, and whose numbering goes to unpermutes alone: all of them together,
        since the numbering becomes TE's own.
     4. Grouped products of bf16, fp16 or fp32.
+    5. Products in FP8, linears and experts', of recipes and sizes that TE has (runtime/transformer_engine_fp8.py).
+       Their operands stay quantised by the nodes that quantise them.
     What is declined stays moec's, and ``why_not`` says why.
 """
 
@@ -23,16 +25,23 @@ from torch import fx
 from moec.passes.contract import Pass, PassContract
 from moec.plan import Plan
 from moec.program import Program, op_name
-from moec.runtime import transformer_engine
+from moec.runtime import transformer_engine, transformer_engine_fp8
+from moec.runtime.fp8 import Recipe
 from moec.runtime.route_spec import RouteSpec
 from moec.runtime.torch_compat import OpOverload
 
 BACKEND = "te"
 ours, theirs = torch.ops.moec, torch.ops.moec_te
+FP8 = {
+    ours.fp8_linear.default: theirs.fp8_linear.default,
+    ours.fp8_grouped_mm.default: theirs.fp8_grouped_mm.default,
+}
 
 
 def _run(program: Program, plan: Plan) -> Program:
     transformer_engine.require()  # 1
+    if plan.precision is not None and plan.precision.fp8 is not None:
+        transformer_engine_fp8.require(plan.precision.fp8)
     for node in list(program.graph.nodes):
         if node.op != "call_function":
             continue
@@ -44,6 +53,8 @@ def _run(program: Program, plan: Plan) -> Program:
             _take(program, targets, _permute(node, back))
         elif node.target == ours.grouped_mm.default:  # 4
             _take(program, {node: theirs.grouped_mm.default}, _dtype(node.args[0]))
+        elif node.target in FP8:  # 5
+            _take(program, {node: FP8[node.target]}, _fp8(node))
     program.graph.lint()
     program.module.recompile()
     return program
@@ -62,6 +73,12 @@ def _take(program: Program, targets: dict[fx.Node, OpOverload], reason: str | No
 def _dtype(value: fx.Node) -> str | None:
     dtype = value.meta["val"].dtype
     return None if dtype in transformer_engine.DTYPES else f"it computes no {str(dtype).removeprefix('torch.')}"
+
+
+def _fp8(node: fx.Node) -> str | None:
+    x, w, recipe = node.args[0], node.args[1].meta["val"], node.args[-2]
+    features = tuple(int(n) for n in w.shape[-2:])
+    return transformer_engine_fp8.refused(Recipe.parse(recipe), features, (x.meta["val"].dtype, w.dtype))
 
 
 def _router(node: fx.Node) -> str | None:

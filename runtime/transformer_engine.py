@@ -8,9 +8,7 @@ Requires: ``transformer_engine.pytorch`` can be imported and tensors are on a GP
 Guarantees: nothing of TE is called but the functions of ``USED``, none of them private
 (tests/test_transformer_engine.py holds names and arguments against TE's source).  ``refused`` says what TE cannot
 express.  ``require`` raises where TE is missing or computes something else on this GPU.
-Never: FP8; this file is TE's bf16, fp16 and fp32.  TE's public modules quantise for themselves, by scales of what one
-rank has; what multiplies operands that are quantised already is not public.  Here scales are those of all ranks, so FP8
-products stay the ``moec::`` ops.
+Never: FP8, which is transformer_engine_fp8.py's; this file is TE's bf16, fp16 and fp32.
 
 What differs from the ``moec::`` ops, and why it may:
 
@@ -64,7 +62,11 @@ USED: dict[str, dict[str, tuple[str, ...]]] = {
 
 def function(name: str) -> Callable[..., Any]:
     """A function of ``USED``.  Raises MoecError where Transformer Engine cannot be imported, or lacks it."""
-    file = next(file for file, functions in USED.items() if name in functions)
+    return imported(next(file for file, functions in USED.items() if name in functions), name)
+
+
+def imported(file: str, name: str) -> Any:
+    """What a file of TE defines.  Raises MoecError where Transformer Engine cannot be imported, or lacks it."""
     try:
         module = "transformer_engine." + file.removesuffix(".py").replace("/", ".")
         return getattr(importlib.import_module(module), name)
@@ -247,10 +249,14 @@ unpermute.register_autograd(_unpermute_backward, setup_context=_unpermute_setup)
 # -- grouped products
 
 
-def _gemm(a: list[Tensor], b: list[Tensor], out: list[Tensor], layout: str, **options: Any) -> None:
+def _gemm(
+    a: list[Tensor], b: list[Tensor], out: list[Tensor], layout: str, splits: list[int], single: bool
+) -> None:
+    # The splits are asked for where nothing is split, too: TE's compiled part takes no None.
     function("general_grouped_gemm")(
-        A=a, B=b, out=out, quantization_params=[None] * len(a), out_dtype=out[0].dtype, layout=layout, **options
-    )
+        A=a, B=b, out=out, quantization_params=[None] * len(a), out_dtype=out[0].dtype, layout=layout,
+        m_splits=splits, single_output=single,
+    )  # fmt: skip
 
 
 @torch.library.custom_op("moec_te::grouped_mm", mutates_args=())
@@ -265,7 +271,7 @@ def grouped_mm(x_NK: Tensor, w_EKM: Tensor, counts_E: Tensor) -> Tensor:
     else:
         layout, weights = "NN", [w_KM.contiguous() for w_KM in w_EKM]
     rows = list(x_NK[:total].contiguous().split(splits))
-    _gemm(weights, rows, [y_NM[:total]], layout, m_splits=splits, single_output=True)
+    _gemm(weights, rows, [y_NM[:total]], layout, splits, single=True)
     return y_NM
 
 
@@ -282,7 +288,8 @@ def grouped_mm_wgrad(x_NK: Tensor, g_NM: Tensor, counts_E: Tensor) -> Tensor:
     if used:
         total = sum(splits)
         rows, grads = (list(t[:total].contiguous().split(splits)) for t in (x_NK, g_NM))
-        _gemm([grads[e] for e in used], [rows[e] for e in used], [dw_EKM[e] for e in used], "NT")
+        a, b, out = ([t[e] for e in used] for t in (grads, rows, dw_EKM))
+        _gemm(a, b, out, "NT", [splits[e] for e in used], single=False)
     return dw_EKM
 
 

@@ -1,7 +1,7 @@
 """What the functions of Transformer Engine that moec calls compute, after their documentation, in plain PyTorch: where
 TE cannot be imported, ``installed(monkeypatch)`` puts these in its place.
 
-Legend: T tokens, K choices per token, E experts, H hidden.
+Legend: T tokens, K choices per token, E experts, H hidden; an operand of a product is [R, D], D being summed over.
 """
 
 import sys
@@ -64,12 +64,115 @@ def moe_unpermute_index_map_backward(unpermuted_act_grad, fwd_input, row_id_map,
     return act, (unpermuted_act_grad.float() * fwd_input[at].float()).sum(2).t().contiguous()
 
 
-def general_grouped_gemm(A, B, out, quantization_params, out_dtype, layout="TN", m_splits=None, single_output=False):
-    assert all(t.is_contiguous() for t in (*A, *B)) and len(A) == len(B) == len(quantization_params)
-    products = {"TN": lambda a, b: b @ a.t(), "NN": lambda a, b: b @ a, "NT": lambda a, b: b.t() @ a}[layout]
-    results = [products(a, b).to(out_dtype) for a, b in zip(A, B, strict=True)]
+# -- products, and FP8 operands of them
+
+
+TE_DType = {torch.float8_e4m3fn: "kFloat8E4M3", torch.float8_e5m2: "kFloat8E5M2"}
+FORMAT = {name: dtype for dtype, name in TE_DType.items()}
+
+
+def is_fp8_available(return_reason=False):
+    return (True, "") if return_reason else True
+
+
+is_fp8_block_scaling_available = is_mxfp8_available = is_fp8_available
+
+
+class Storage:
+    """An operand [R, D] of which only the layout for products over D is there."""
+
+    data: torch.Tensor
+    fp8_dtype: str
+
+    def raw(self):
+        assert self.data.dtype == torch.uint8 and self.data.is_contiguous() and self.data.ndim == 2
+        return self.data.view(FORMAT[self.fp8_dtype]).float()
+
+    @property
+    def shape(self):
+        return self.data.shape
+
+    def values(self):
+        raise NotImplementedError
+
+
+class Float8TensorStorage(Storage):
+    def __init__(self, *, data, fp8_scale_inv, fp8_dtype):
+        self.data, self.scale, self.fp8_dtype = data, fp8_scale_inv, fp8_dtype
+
+    def values(self):
+        assert self.scale.dtype == torch.float32 and self.scale.numel() == 1
+        return self.raw() * self.scale
+
+
+class Float8BlockwiseQTensorStorage(Storage):
+    def __init__(
+        self, rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv, fp8_dtype, quantizer, is_2D_scaled
+    ):
+        assert columnwise_data is None and columnwise_scale_inv is None and quantizer is None
+        self.data, self.scale, self.fp8_dtype, self.is_2D_scaled = (
+            rowwise_data, rowwise_scale_inv, fp8_dtype, is_2D_scaled,
+        )  # fmt: skip
+
+    def values(self):
+        (R, D), scale = self.shape, self.scale
+        assert scale.dtype == torch.float32 and scale.is_contiguous()
+        of_row, of_column = torch.arange(R), torch.arange(D) // 128
+        if self.is_2D_scaled:
+            assert scale.shape == (up(R, 128) // 128, up(up(D, 128) // 128, 4))
+            return self.raw() * scale[of_row // 128][:, of_column]
+        assert scale.shape == (up(D, 128) // 128, up(R, 4))
+        return self.raw() * scale[of_column][:, of_row].t()
+
+
+class MXFP8TensorStorage(Storage):
+    def __init__(
+        self, rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv, fp8_dtype, quantizer,
+        with_gemm_swizzled_scales,
+    ):  # fmt: skip
+        assert columnwise_data is None and columnwise_scale_inv is None and quantizer is None
+        assert not with_gemm_swizzled_scales
+        self.data, self.scale, self.fp8_dtype = rowwise_data, rowwise_scale_inv, fp8_dtype
+
+    def values(self):
+        (R, D), scale = self.shape, self.scale
+        assert scale.dtype == torch.uint8 and scale.is_contiguous() and scale.shape == (up(R, 128), up(D // 32, 4))
+        power = scale[:R, torch.arange(D) // 32].int() - 127
+        return torch.ldexp(self.raw(), power)
+
+
+def up(n, multiple):
+    return -(-n // multiple) * multiple
+
+
+def product(a, b, layout, use_split_accumulator):
+    """Of plain tensors in any layout, of FP8 ones in that which all GPUs have."""
+    if not isinstance(a, Storage):
+        assert a.is_contiguous() and b.is_contiguous()
+        return {"TN": lambda: b @ a.t(), "NN": lambda: b @ a, "NT": lambda: b.t() @ a}[layout]()
+    assert layout == "TN" and type(a) is type(b) and use_split_accumulator
+    assert {a.fp8_dtype, b.fp8_dtype} != {"kFloat8E5M2"}, "cuBLAS multiplies no E5M2 by E5M2"
+    assert not (getattr(a, "is_2D_scaled", False) and getattr(b, "is_2D_scaled", False))
+    m, n, k = a.shape[0], b.shape[0], a.shape[1]
+    assert b.shape[1] == k and m and n
+    of = {Float8TensorStorage: (16, 16), Float8BlockwiseQTensorStorage: (8, 128), MXFP8TensorStorage: (32, 32)}
+    assert m % of[type(a)][0] == n % of[type(a)][0] == k % of[type(a)][1] == 0
+    return b.values() @ a.values().t()
+
+
+def general_gemm(A, B, out_dtype=None, layout="TN", use_split_accumulator=False):
+    return product(A, B, layout, use_split_accumulator).to(out_dtype), None, None, None
+
+
+def general_grouped_gemm(
+    A, B, out, quantization_params, out_dtype, layout="TN", m_splits=None, use_split_accumulator=False,
+    single_output=False,
+):  # fmt: skip
+    assert len(A) == len(B) == len(quantization_params) == len(m_splits)
+    results = [product(a, b, layout, use_split_accumulator).to(out_dtype) for a, b in zip(A, B, strict=True)]
+    assert all(y.dtype == out_dtype for y in out)
     if single_output:
-        assert [len(b) for b in B] == m_splits
+        assert [b.shape[0] for b in B] == m_splits and len(out) == 1
         out[0].copy_(torch.cat(results))
     else:
         for y, result in zip(out, results, strict=True):
@@ -77,20 +180,27 @@ def general_grouped_gemm(A, B, out, quantization_params, out_dtype, layout="TN",
 
 
 FILES = {
-    "pytorch.router": [fused_topk_with_score_function],
+    "pytorch.router": ["fused_topk_with_score_function"],
     "pytorch.permutation": [
-        moe_permute, moe_permute_index_map_backward, moe_unpermute, moe_unpermute_index_map_backward,
+        "moe_permute", "moe_permute_index_map_backward", "moe_unpermute", "moe_unpermute_index_map_backward",
     ],
-    "pytorch.cpp_extensions.gemm": [general_grouped_gemm],
+    "pytorch.cpp_extensions.gemm": ["general_gemm", "general_grouped_gemm"],
+    "pytorch.constants": ["TE_DType"],
+    "pytorch.quantization": ["is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available"],
+    "pytorch.tensor.storage.float8_tensor_storage": ["Float8TensorStorage"],
+    "pytorch.tensor.storage.float8_blockwise_tensor_storage": ["Float8BlockwiseQTensorStorage"],
+    "pytorch.tensor.storage.mxfp8_tensor_storage": ["MXFP8TensorStorage"],
 }  # fmt: skip
 
 
 def installed(monkeypatch, **instead) -> None:
-    """``import transformer_engine.pytorch…`` finds the functions above, or those given by name."""
-    for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.cpp_extensions"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    for file, functions in FILES.items():
+    """``import transformer_engine.pytorch…`` finds what is above, or what is given by name."""
+    for file, names in FILES.items():
         module = ModuleType(f"transformer_engine.{file}")
-        for f in functions:
-            setattr(module, f.__name__, instead.get(f.__name__, f))
+        for name in names:
+            setattr(module, name, instead.get(name, globals()[name]))
         monkeypatch.setitem(sys.modules, module.__name__, module)
+        parent = module.__name__.rpartition(".")[0]
+        while parent and parent not in sys.modules:
+            monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+            parent = parent.rpartition(".")[0]

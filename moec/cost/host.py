@@ -23,6 +23,7 @@ HOST = "host"
 
 READS = frozenset({
     "moec.all_to_all", "moec.all_to_all_rows", "moec.sort_chunks", "moec_te.grouped_mm", "moec_te.grouped_mm_wgrad",
+    "moec_te.fp8_grouped_mm", "moec_te.fp8_grouped_dgrad", "moec_te.fp8_grouped_wgrad",
     "aten._local_scalar_dense", "aten.item", "aten.nonzero", "aten.masked_select",
 })  # fmt: skip
 """Ops that ask a tensor on the host for its numbers."""

@@ -15,9 +15,9 @@ from torch import fx
 
 from moec.passes.shard.rule import Rule
 from moec.passes.shard.solve import Operand, solve
-from moec.passes.verify.dialect import OnAxis
+from moec.passes.verify.dialect import OnAxis, meaning
 from moec.placement import I, M, R, S, Type, Types, V
-from moec.program import Program, op_name
+from moec.program import Program
 from moec.runtime.body import Body
 from moec.runtime.errors import MoecError
 from moec.runtime.fp8 import Recipe
@@ -70,7 +70,7 @@ class _OnAxis:
         self.node, self.axis, self.on, self.dialect = node, axis, on.__getitem__, dialect
 
     def derive(self) -> list[Type]:
-        match op_name(self.node).removeprefix("moec."):
+        match meaning(self.node).removeprefix("moec."):
             case "amax":
                 x, counts, recipe, role, transposed = self.node.args
                 self.counts(counts, self.value(x))

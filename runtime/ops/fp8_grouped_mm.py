@@ -16,6 +16,8 @@ and ``fp8_grouped_wgrad(x_qT [N, K], x_sT, g_qT [N, M], g_sT, counts_E, recipe, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -54,7 +56,7 @@ def dgrad_on_any_device(
 
 
 @fp8_grouped_dgrad.register_fake
-def _(g_q, g_s, w_qT, w_sT, counts_E, recipe, dtype):
+def dgrad_fake(g_q, g_s, w_qT, w_sT, counts_E, recipe, dtype):
     return g_q.new_empty((g_q.shape[0], w_qT.shape[1]), dtype=dtype)
 
 
@@ -76,7 +78,7 @@ def wgrad_on_any_device(
 
 
 @fp8_grouped_wgrad.register_fake
-def _(x_qT, x_sT, g_qT, g_sT, counts_E, recipe, dtype):
+def wgrad_fake(x_qT, x_sT, g_qT, g_sT, counts_E, recipe, dtype):
     return x_qT.new_empty((counts_E.shape[0], g_qT.shape[1], x_qT.shape[1]), dtype=dtype)
 
 
@@ -110,31 +112,36 @@ def check(x: Tensor, w: Tensor, counts_E: Tensor, x_q: Tensor, w_q: Tensor) -> N
 
 
 @fp8_grouped_mm.register_fake
-def _(x, w, counts_E, x_q, x_s, w_q, w_s, x_qT, x_sT, w_qT, w_sT, grad_amax, recipe, shared):
+def fake(x, w, counts_E, x_q, x_s, w_q, w_s, x_qT, x_sT, w_qT, w_sT, grad_amax, recipe, shared):
     y = x.new_empty((x.shape[0], w.shape[2]))
     return y, *taps(y, recipe, shared)
 
 
-def _setup(ctx, inputs, output) -> None:
+def setup(ctx, inputs, output) -> None:
     x, w, counts_E, *quantised, grad_amax, ctx.recipe, ctx.shared = inputs
     ctx.save_for_backward(counts_E, *quantised[4:], grad_amax)
     ctx.dtypes = x.dtype, w.dtype
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, g, *reduced):
-    if g is None:
-        return (None,) * 14
-    counts_E, x_qT, x_sT, w_qT, w_sT, grad_amax = ctx.saved_tensors
-    need_x, need_w, *_, need_amax, _, _ = ctx.needs_input_grad
-    g_q, g_s, g_qT, g_sT = quantised_grad(g, reduced, grad_amax, counts_E, ctx.recipe, ctx.shared, need_w)
-    dx = dw = None
-    if need_x:
-        dx = fp8_grouped_dgrad(g_q, g_s, w_qT, w_sT, counts_E, ctx.recipe, ctx.dtypes[0])
-    if need_w:  # in the layout that weights are stored in: [E, M, K]
-        dw = fp8_grouped_wgrad(x_qT, x_sT, g_qT, g_sT, counts_E, ctx.recipe, ctx.dtypes[1]).transpose(1, 2)
-    found = amax(g, counts_E, ctx.recipe, "grad", False) if need_amax else None
-    return dx, dw, *(None,) * 9, found, None, None
+def backward_by(dgrad: Callable[..., Tensor], wgrad: Callable[..., Tensor]) -> Callable[..., tuple]:
+    """The derivative, by these ops of the two products."""
+
+    def backward(ctx, g, *reduced):
+        if g is None:
+            return (None,) * 14
+        counts_E, x_qT, x_sT, w_qT, w_sT, grad_amax = ctx.saved_tensors
+        need_x, need_w, *_, need_amax, _, _ = ctx.needs_input_grad
+        g_q, g_s, g_qT, g_sT = quantised_grad(g, reduced, grad_amax, counts_E, ctx.recipe, ctx.shared, need_w)
+        dx = dw = None
+        if need_x:
+            dx = dgrad(g_q, g_s, w_qT, w_sT, counts_E, ctx.recipe, ctx.dtypes[0])
+        if need_w:  # in the layout that weights are stored in: [E, M, K]
+            dw = wgrad(x_qT, x_sT, g_qT, g_sT, counts_E, ctx.recipe, ctx.dtypes[1]).transpose(1, 2)
+        found = amax(g, counts_E, ctx.recipe, "grad", False) if need_amax else None
+        return dx, dw, *(None,) * 9, found, None, None
+
+    return backward
 
 
-fp8_grouped_mm.register_autograd(_backward, setup_context=_setup)
+fp8_grouped_mm.register_autograd(backward_by(fp8_grouped_dgrad, fp8_grouped_wgrad), setup_context=setup)

@@ -18,6 +18,8 @@ Its backward's products by themselves, for a schedule: ``fp8_dgrad(g_q [..., M],
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -50,7 +52,7 @@ def dgrad_on_any_device(
 
 
 @fp8_dgrad.register_fake
-def _(g_q, g_s, w_qT, w_sT, recipe, dtype):
+def dgrad_fake(g_q, g_s, w_qT, w_sT, recipe, dtype):
     return g_q.new_empty((*g_q.shape[:-1], w_qT.shape[1]), dtype=dtype)
 
 
@@ -69,7 +71,7 @@ def wgrad_on_any_device(
 
 
 @fp8_wgrad.register_fake
-def _(g_qT, g_sT, x_qT, x_sT, recipe, dtype):
+def wgrad_fake(g_qT, g_sT, x_qT, x_sT, recipe, dtype):
     return g_qT.new_empty((g_qT.shape[1], x_qT.shape[1]), dtype=dtype)
 
 
@@ -85,12 +87,7 @@ def on_any_device(
     x: Tensor, w: Tensor, x_q: Tensor, x_s: Tensor, w_q: Tensor, w_s: Tensor, x_qT: Tensor, x_sT: Tensor, w_qT: Tensor,
     w_sT: Tensor, grad_amax: Tensor | None, recipe: str, shared: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if x_q.shape != x.shape or w_q.shape != w.shape or x.shape[-1] != w.shape[-1]:
-        raise MoecError(
-            f"x {tuple(x.shape)} quantised {tuple(x_q.shape)}, w {tuple(w.shape)} quantised {tuple(w_q.shape)} do "
-            "not fit",
-            where="moec::fp8_linear",
-        )
+    check(x, w, x_q, w_q)
     found = Recipe.parse(recipe)
     wide = working_dtype(x.dtype, found, x.device)
     values_x, values_w = values(x_q, x_s, found, "rows", False, wide), values(w_q, w_s, found, "weight", False, wide)
@@ -98,8 +95,18 @@ def on_any_device(
     return y, *taps(y, recipe, shared)
 
 
+def check(x: Tensor, w: Tensor, x_q: Tensor, w_q: Tensor) -> None:
+    """Raise MoecError unless the operands fit each other."""
+    if x_q.shape != x.shape or w_q.shape != w.shape or x.shape[-1] != w.shape[-1]:
+        raise MoecError(
+            f"x {tuple(x.shape)} quantised {tuple(x_q.shape)}, w {tuple(w.shape)} quantised {tuple(w_q.shape)} do "
+            "not fit",
+            where="moec::fp8_linear",
+        )
+
+
 @fp8_linear.register_fake
-def _(x, w, x_q, x_s, w_q, w_s, x_qT, x_sT, w_qT, w_sT, grad_amax, recipe, shared):
+def fake(x, w, x_q, x_s, w_q, w_s, x_qT, x_sT, w_qT, w_sT, grad_amax, recipe, shared):
     y = x.new_empty((*x.shape[:-1], w.shape[0]))
     return y, *taps(y, recipe, shared)
 
@@ -112,23 +119,28 @@ def taps(y: Tensor, recipe: str, shared: bool) -> tuple[Tensor, Tensor]:
     return y.new_zeros(shape, dtype=torch.float32), y.new_zeros(shape_T, dtype=torch.float32)
 
 
-def _setup(ctx, inputs, output) -> None:
+def setup(ctx, inputs, output) -> None:
     x, w, *quantised, grad_amax, ctx.recipe, ctx.shared = inputs
     ctx.save_for_backward(*quantised[4:], grad_amax)
     ctx.dtypes = x.dtype, w.dtype
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, g, *reduced):
-    if g is None:
-        return (None,) * 13
-    x_qT, x_sT, w_qT, w_sT, grad_amax = ctx.saved_tensors
-    need_x, need_w, *_, need_amax, _, _ = ctx.needs_input_grad
-    g_q, g_s, g_qT, g_sT = quantised_grad(g, reduced, grad_amax, None, ctx.recipe, ctx.shared, need_w)
-    dx = fp8_dgrad(g_q, g_s, w_qT, w_sT, ctx.recipe, ctx.dtypes[0]) if need_x else None
-    dw = fp8_wgrad(g_qT, g_sT, x_qT, x_sT, ctx.recipe, ctx.dtypes[1]) if need_w else None
-    found = amax_of(g, None, ctx.recipe, "grad", False) if need_amax else None
-    return dx, dw, *(None,) * 8, found, None, None
+def backward_by(dgrad: Callable[..., Tensor], wgrad: Callable[..., Tensor]) -> Callable[..., tuple]:
+    """The derivative, by these ops of the two products."""
+
+    def backward(ctx, g, *reduced):
+        if g is None:
+            return (None,) * 13
+        x_qT, x_sT, w_qT, w_sT, grad_amax = ctx.saved_tensors
+        need_x, need_w, *_, need_amax, _, _ = ctx.needs_input_grad
+        g_q, g_s, g_qT, g_sT = quantised_grad(g, reduced, grad_amax, None, ctx.recipe, ctx.shared, need_w)
+        dx = dgrad(g_q, g_s, w_qT, w_sT, ctx.recipe, ctx.dtypes[0]) if need_x else None
+        dw = wgrad(g_qT, g_sT, x_qT, x_sT, ctx.recipe, ctx.dtypes[1]) if need_w else None
+        found = amax_of(g, None, ctx.recipe, "grad", False) if need_amax else None
+        return dx, dw, *(None,) * 8, found, None, None
+
+    return backward
 
 
 def quantised_grad(
@@ -148,4 +160,4 @@ def quantised_grad(
     return quantise(g, amax, amax_T, counts_E, recipe, "grad", both)[1:]
 
 
-fp8_linear.register_autograd(_backward, setup_context=_setup)
+fp8_linear.register_autograd(backward_by(fp8_dgrad, fp8_wgrad), setup_context=setup)
