@@ -130,6 +130,43 @@ def test_work_of_ops_by_hand():
     assert g.work(rows).bytes == 2 * 4 * 28 + 8 * 7  # not the table
 
 
+@pytest.mark.parametrize("space", ["moec", "moec_te"])
+def test_work_of_fp8_products(space):
+    """Three of a weight, at FP8's rate; carriers have no memory; a forward reads one layout of each operand."""
+    import moec.runtime.transformer_engine_fp8  # noqa: F401  makes its ops
+
+    ops, N, E, K, M = getattr(torch.ops, space), 64, 4, 32, 16
+    g = Graph()
+
+    def operand(*shape):
+        scale = g.value(*shape[:-2], 1, 1)
+        return g.value(*shape, dtype=torch.float8_e4m3fn), scale
+
+    for experts, forward, dgrad, wgrad in (
+        ((), ops.fp8_linear, ops.fp8_dgrad, ops.fp8_wgrad),
+        ((E,), ops.fp8_grouped_mm, ops.fp8_grouped_dgrad, ops.fp8_grouped_wgrad),
+    ):
+        counts = [g.value(E, dtype=torch.int64)] if experts else []
+        weight = (*experts, K, M) if experts else (M, K)
+        x, w, x_q, w_q = g.value(N, K), g.value(*weight), operand(N, K), operand(*weight)
+        rest = (None, "current", False)
+        y = g.call(forward.default, x, w, *counts, *x_q, *w_q, *x_q, *w_q, *rest, shape=[(N, M), (0,), (0,)])
+        size = E if experts else 1
+        wanted = cost.Work(2 * N * K * M, 4 * N * M + N * K + size * K * M + 4 * (1 + size), "float8_e4m3fn", size,
+                           "moec." + forward.__name__)  # fmt: skip
+        assert g.work(y) == wanted
+        g_q = operand(N, M)
+        dx = g.call(dgrad.default, *g_q, *w_q, *counts, "current", torch.float32, shape=(N, K))
+        pair = (*x_q, *g_q) if experts else (*g_q, *x_q)
+        dw = g.call(wgrad.default, *pair, *counts, "current", torch.float32, shape=(*experts, M, K))
+        for node in (dx, dw):
+            assert (g.work(node).flops, g.work(node).products) == (2 * N * K * M, size)
+    rates = cost.cluster("mi300x"), cost.cluster("h100-nvl8-400g"), cost.cluster("cpu2-1gbit")
+    assert rates[0].matmul("float8_e4m3fn", 1e9) == rates[0].matmul("bfloat16", 1e9)
+    assert rates[1].matmul("float8_e4m3fn", 1e9) == 2 * rates[1].matmul("bfloat16", 1e9)
+    assert rates[2].matmul("float8_e4m3fn", 1e9) == rates[2].matmul("float32", 1e9)
+
+
 def experts_backward(need):
     g = Graph()
     E, H, M, I, N = 3, 4, 10, 5, 7  # noqa: E741

@@ -102,10 +102,11 @@ class Cluster:
         raise MoecError(why, where=f"cluster {self.name!r}")
 
     def matmul(self, dtype: str, flops: float) -> float:
-        """FLOP/s; of a dtype that is not in the file, those of float32, else of the first one."""
-        curve = (
-            self.matmul_flops.get(dtype) or self.matmul_flops.get("float32") or next(iter(self.matmul_flops.values()))
-        )
+        """FLOP/s; of a dtype that is not in the file, those of float32, else of the first one.  A GPU that does not
+        multiply FP8 multiplies its values in bfloat16."""
+        instead = "bfloat16" if dtype.startswith("float8") and self.dispatch_s else "float32"
+        known = self.matmul_flops
+        curve = known.get(dtype) or known.get(instead) or known.get("float32") or next(iter(known.values()))
         return rate(curve, flops)
 
     def memory(self, nbytes: float) -> float:

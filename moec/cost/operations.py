@@ -22,6 +22,9 @@ from moec.cost.sizes import Sizes
 from moec.program import op_name
 from moec.runtime.torch_compat import OpOverload
 
+E4M3 = "float8_e4m3fn"
+"""Of the operands of FP8 products (or E5M2, which is as fast)."""
+
 PLAIN = "inputs + outputs"
 """The formula of an op that has none of its own."""
 
@@ -90,6 +93,29 @@ def _grouped_mm_wgrad(n: _Node) -> tuple[float, float, int]:
     """x_NK, g_NM, counts_E -> [E, K, M]"""
     (N, K), (_, M), (E,) = n.shape(0), n.shape(1), n.shape(2)
     return 2 * N * K * M, n.all, min(E, N)
+
+
+def _fp8_forward(w: int, first: int) -> Formula:
+    """``moec::fp8_linear`` and ``fp8_grouped_mm``: x [.., K], w [E, K, M] or [M, K] at ``w``, and, from ``first``, q
+    and scales, of which a forward reads the first four.  Carriers have no memory."""
+
+    def formula(n: _Node) -> tuple[float, float, int]:
+        out, K, groups = n.result(0), n.shape(0)[-1], n.shape(w)[:-2]
+        return 2 * prod(out) * K, n.out + n.bytes(*range(first, first + 4)), max(1, min(prod(groups), out[0]))
+
+    return formula
+
+
+def _fp8_dgrad(n: _Node) -> tuple[float, float, int]:
+    """g_q [.., M], g_s, w_qT [.., K, M] or [M, K], w_sT -> [.., K]"""
+    out, groups = n.result(), n.shape(2)[:-2]
+    return 2 * prod(out) * n.shape(0)[-1], n.all, max(1, min(prod(groups), out[0]))
+
+
+def _fp8_wgrad(n: _Node) -> tuple[float, float, int]:
+    """A matrix of N rows, scales, another one, scales -> [.., M, K]"""
+    N, *groups = n.shape(0)[0], *n.result()[:-2]
+    return 2 * N * prod(n.result()[-2:]), n.all, max(1, min(prod(groups), N))
 
 
 def _fp8_grouped_act(n: _Node) -> tuple[float, float, int]:
@@ -194,6 +220,12 @@ FORMULAS: dict[str, Formula] = {
     "moec.permute_kept": _gather(1),
     "moec.permute_aligned": _gather(1),
     "moec.permute_backward": _gather(1),
+    "moec.fp8_linear": _fp8_forward(1, 2),
+    "moec.fp8_dgrad": _fp8_dgrad,
+    "moec.fp8_wgrad": _fp8_wgrad,
+    "moec.fp8_grouped_mm": _fp8_forward(1, 3),
+    "moec.fp8_grouped_dgrad": _fp8_dgrad,
+    "moec.fp8_grouped_wgrad": _fp8_wgrad,
     "moec.fp8_grouped_act": _fp8_grouped_act,
     "moec.permute_quantised": lambda n: (0, 2 * n.quantised + n.bytes(0, 1), 1),
     "moec.past_amax": lambda n: (0, n.out + n.bytes(0), 1),  # of what it scales it reads the shape
@@ -215,8 +247,8 @@ FORMULAS: dict[str, Formula] = {
 
 def work(node: fx.Node, sizes: Sizes) -> Work:
     """What a node that is neither a view nor a collective does."""
-    n, name = _Node(node, sizes), op_name(node)
-    dtype = _dtype(node)
+    n, name = _Node(node, sizes), op_name(node).replace("moec_te.", "moec.")
+    dtype = E4M3 if name.startswith("moec.fp8_") else _dtype(node)
     if name in FORMULAS:
         flops, nbytes, products = FORMULAS[name](n)
         return Work(flops, nbytes, dtype, products, name)
