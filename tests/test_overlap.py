@@ -151,7 +151,7 @@ def test_a_windows_width_bounds_what_runs_ahead():
 
 
 def chunked(layers: int, chunks: int) -> fx.GraphModule:
-    """Layers of rows that travel in chunks, each as soon as its counts are known, and come back."""
+    """Chunks that meet nowhere, as those of whole sequences: rows that travel as soon as their counts are known."""
     m = Maker()
     x, w = m.input("x"), m.input("w")
     key = MESH.key(MESH.names)
@@ -165,41 +165,44 @@ def chunked(layers: int, chunks: int) -> fx.GraphModule:
         start = m.made(m.graph.call_function(TABLE["all_to_all_rows"].op, (rows, counts, counts, m.size, 2, key)))
         return m.made(m.graph.call_function(WAIT, (start,)))
 
+    done = [x] * chunks
     for _ in range(layers):
-        done = []
-        for _ in range(chunks):
-            rows = m.product(x, w)
+        for c in range(chunks):
+            rows = m.product(done[c], w)
             counts = call(aten.argmax.default, (rows,), torch.empty(2, dtype=torch.int64, device="meta"))
             counts = call(TABLE["exchange_counts"].op, (counts, 2, f"{key}#counts"), counts.meta["val"])
             counts = call(WAIT, (counts,), counts.meta["val"])
-            done.append(travelled(m.product(travelled(rows, counts), w), counts))
-        x = done[0]
-        for y in done[1:]:
-            x = m.product(x, y)
-    return m.module(x)
+            done[c] = m.product(travelled(rows, counts), w)
+    return m.module(*done)
 
 
-@pytest.mark.parametrize(("layers", "chunks"), [(1, 4), (3, 2)])
-def test_counts_travel_before_the_rows_of_any_chunk(layers, chunks):
-    nodes = list(chunked(layers, chunks).graph.nodes)
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_a_chunk_does_not_wait_for_what_others_compute(chunks):
+    """In every layer rows of one chunk are under way before another has counted its own."""
+    layers = 3
+    written = scheduled(chunked(layers, chunks))
+    sent = [i for i, n in enumerate(written) if n.target is TABLE["all_to_all_rows"].op]
+    counted = [i for i, n in enumerate(written) if n.target is TABLE["exchange_counts"].op]
+    assert len(sent) == len(counted) == layers * chunks
+    for first in range(0, layers * chunks, chunks):
+        assert sent[first] < counted[first + chunks - 1]
+
+
+def test_short_work_before_a_transfer_is_done_first():
+    """What a transfer still needs is a sum of columns; products that are as urgent wait for it."""
+    m = Maker()
+    x, w = m.input("x"), m.input("w")
+    first = m.product(x, w)
+    products = [m.product(first, w) for _ in range(3)]
+    short = m.graph.call_function(aten.neg.default, (first,))
+    sent = m.reduced(m.made(short))
+    nodes = list(m.module(sent, *products).graph.nodes)
     tasks = Tasks.of(nodes, costs(nodes[0].graph), set())
-    assert sorted(tasks.in_order()) == list(range(len(tasks.nodes)))
-    late = listing.backward(tasks, listing.forward(tasks, [float(i) for i in range(len(tasks))]))
-    for window in (float("inf"), 1e-3, 0.0):
-        for eager in (True, False):
-            written = order(nodes, tasks, listing.forward(tasks, late, window, eager))
-            exchanges = [
-                ("rows" if "rows" in str(n.target) else "counts")
-                for n in written
-                if "exchange" in n.name or "all_to_all" in n.name
-            ]
-            assert exchanges == (["counts"] * chunks + ["rows"] * 2 * chunks) * layers
-            waited = [n.args[0].name for n in written[: _first_rows(written)] if is_wait(n.target)]
-            assert len(waited) == chunks and all("counts" in name for name in waited)
-
-
-def _first_rows(nodes: list[fx.Node]) -> int:
-    return next(i for i, n in enumerate(nodes) if n.target is TABLE["all_to_all_rows"].op)
+    assert {tasks.nodes[i] for i in tasks.leading} == {short, sent.args[0]}
+    names = [n.name for n in order(nodes, tasks, listing.forward(tasks, [float(i) for i in range(len(tasks))]))]
+    assert names.index("p_to_r_default") < names.index(products[0].name)
+    lazy = listing.forward(tasks, [float(i) for i in range(len(tasks))], eager=False)
+    assert order(nodes, tasks, lazy).index(short) > order(nodes, tasks, lazy).index(products[0])
 
 
 def test_small_transfers_wait_for_the_large_ones_of_their_communicator():

@@ -4,7 +4,6 @@
 2. Views and waits come right before the first that reads them: a wait is as late as it may be.  That of a gradient's
    reduction comes earlier if the transfer should have been over for ``SURELY`` times as long as it takes: then it costs
    nothing even if the link is slower than expected, and what was sent can go.
-   Counts are waited for before the first rows that travel behind them.
 3. Parts of a tuple, and sizes, come right behind what has them, so that the tuple can go.
 """
 
@@ -36,8 +35,6 @@ def order(nodes: Sequence[fx.Node], tasks: Tasks, times: Times) -> list[fx.Node]
     for task in sequence:
         while over and over[0][0] <= times.start[task]:
             writer.wait_for(tasks.nodes[heappop(over)[1]])
-        for counts in tasks.counts.get(task, ()):
-            writer.wait_for(tasks.nodes[counts])
         writer.write(tasks.nodes[task])
     writer.write(nodes[-1])  # the output
     writer.rest(nodes)

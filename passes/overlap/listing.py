@@ -32,14 +32,15 @@ class Times:
 def forward(tasks: Tasks, urgency: Sequence[float], window: float = float("inf"), eager: bool = True) -> Times:
     """``urgency``: of every task, lower is earlier.
 
-    Starts that read what was computed are issued at once; gathers of parameters when their urgency says, and so are all
-    if not ``eager``.  ``window``: nothing runs more than so many seconds of compute ahead of the first task, in the
-    order of the graph, that has not run yet: it bounds what is alive at once."""
+    Starts that read what was computed are issued at once, and the short work before them is done first; gathers of
+    parameters when their urgency says, and so are all if not ``eager``.  ``window``: nothing runs more than so many
+    seconds of compute ahead of the first task, in the order of the graph, that has not run yet: it bounds what is alive
+    at once."""
     key = list(urgency)
     if eager:
-        for start in tasks.job:
-            if start not in tasks.ahead:
-                key[start] = float("-inf")
+        span = max(key, default=0.0) - min(key, default=0.0) + 1.0  # before all others, in their own order
+        for task in tasks.leading:
+            key[task] = float("-inf") if task in tasks.job else key[task] - span
     gate = _Window(tasks, window) if window != float("inf") else None
     return _run(tasks, tasks.dag.pred, tasks.dag.succ, key, gate)
 
@@ -55,7 +56,7 @@ class _Window:
     """Which of the tasks of the compute resource may run yet."""
 
     def __init__(self, tasks: Tasks, window: float) -> None:
-        self.window, self.order = window, tasks.in_order()
+        self.window, self.order = window, range(len(tasks.nodes))
         self.base, total = [0.0] * len(tasks.nodes), 0.0
         for task in self.order:
             self.base[task] = total

@@ -6,15 +6,14 @@ what reads a wait needs the job.  The dependences are a ``networkx`` graph of ta
 numbers, in the order of the graph.
 
 An exchange reads on the host how many rows go where, so its launch waits for the counts: they are its operands, and
-come as early as anything else that a start needs.  Counts are few and the host waits for them, so those of all chunks
-travel before the rows of any: behind rows that fill the link they would take as long as these.
+come as early as anything else that a start needs.  They have a communicator of their own and do not queue behind rows.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import networkx as nx
 from torch import fx
@@ -26,6 +25,8 @@ from moec.runtime.collectives import collective, group_of, is_start, is_wait
 from moec.runtime.mesh import GRADIENTS, PARAMETERS, Mesh
 
 COMPUTE = cost.COMPUTE
+SHORT = 1 / 4
+"""Of a transfer's time: work in front of it that is worth doing before any other."""
 
 
 @dataclass
@@ -87,8 +88,6 @@ class Tasks:
     """Start -> its job."""
     ahead: frozenset[int]
     """Starts of gathers of parameters: they could run at any time before their use."""
-    counts: dict[int, list[int]]
-    """Start of an exchange of rows -> starts of the exchanges of counts that are over by then."""
 
     @staticmethod
     def of(nodes: Sequence[fx.Node], costs: Costs, params: set[str]) -> Tasks:
@@ -114,8 +113,6 @@ class Tasks:
                 own = frozenset([number[node]])
             needs[node] = own
         of_params = parameter_values(nodes[0].graph, params)
-        counts = _counts_before_rows(heavy, dag, job)
-        dag.add_edges_from((job[c], rows) for rows, some in counts.items() for c in some)
         return Tasks(
             heavy,
             dag,
@@ -123,8 +120,23 @@ class Tasks:
             [COMPUTE] * len(heavy) + [costs.queue(s) for s in starts],
             job,
             frozenset(number[s] for s in starts if s in of_params),
-            counts,
         )
+
+    @cached_property
+    def leading(self) -> frozenset[int]:
+        """Starts that read what was computed, and the short work before them: what takes, with all up to the start (and
+        the counts that it reads), at most ``SHORT`` of its transfer's time.  Done first, it delays other work little and
+        the link works earlier."""
+        left: dict[int, float] = {}  # seconds that may pass before the start
+        for task in reversed(range(len(self.nodes))):
+            job = self.job.get(task)
+            after = self.dag.succ[task if job is None else job]
+            most = max((left[i] for i in after if i in left), default=-1.0) - self.seconds[task if job is None else job]
+            if job is not None and task not in self.ahead:
+                most = max(most, SHORT * self.seconds[job])
+            if most >= 0:
+                left[task] = most
+        return frozenset(left)
 
     def final(self) -> set[int]:
         """Starts that no other communication waits for: reductions of gradients."""
@@ -135,31 +147,8 @@ class Tasks:
                 leads.add(node)
         return self.job.keys() - leads
 
-    def in_order(self) -> list[int]:
-        """Tasks of compute in the order of the graph, but for what has to come earlier (``counts``)."""
-        start = {j: s for s, j in self.job.items()}
-        ordered = nx.lexicographical_topological_sort(self.dag, key=lambda i: start.get(i, i))
-        return [i for i in ordered if i not in start]
-
     def __len__(self) -> int:
         return len(self.seconds)
-
-
-def _counts_before_rows(heavy: Sequence[fx.Node], dag: nx.DiGraph, job: dict[int, int]) -> dict[int, list[int]]:
-    """Start of rows -> starts of counts that as many exchanges of rows, one after the other, have led to."""
-    level: dict[int, int] = {}  # of tasks, and of jobs
-    counts: dict[int, list[int]] = defaultdict(list)
-    rows: list[int] = []
-    for i, node in enumerate(heavy):
-        level[i] = max((level[before] for before in dag.pred[i]), default=0)
-        entry = collective(node.target)
-        if i in job:
-            level[job[i]] = level[i] + (entry.primitive == "exchange")  # type: ignore[union-attr]  # it is a start
-        if entry is not None and entry.primitive == "counts":
-            counts[level[i]].append(i)
-        elif entry is not None and entry.primitive == "exchange":
-            rows.append(i)
-    return {i: counts[level[i]] for i in rows if level[i] in counts}
 
 
 def _takes_time(node: fx.Node, costs: Costs) -> bool:
