@@ -40,6 +40,7 @@ from moec.passes.typed import result, sweep, typed
 from moec.passes.verify.fp8 import scale_type
 from moec.placement import M, Types
 from moec.plan import Plan
+from moec.precision import Precision
 from moec.program import Program, op_name
 from moec.runtime.collectives import TABLE
 from moec.runtime.errors import MoecError
@@ -50,8 +51,8 @@ aten, moec_ops = torch.ops.aten, torch.ops.moec
 
 
 def _run(program: Program, plan: Plan) -> Program:
-    assert plan.precision is not None and plan.precision.fp8 is not None
-    recipe = replace(Recipe.parse(plan.precision.fp8), margin=plan.precision.margin)
+    assert plan.precision is not None
+    recipe = recipe_of(plan.precision)
     which = Which(program, plan.precision)
     histories = Histories(program, which, plan.precision.history, recipe) if recipe.name == "delayed" else None
     cast = Cast(program, recipe, histories)
@@ -65,6 +66,12 @@ def _run(program: Program, plan: Plan) -> Program:
     program.graph.lint()
     program.module.recompile()
     return program
+
+
+def recipe_of(precision: Precision) -> Recipe:
+    """The recipe that ``precision.fp8`` names, which is not None."""
+    assert precision.fp8 is not None
+    return replace(Recipe.parse(precision.fp8), margin=precision.margin)
 
 
 class Cast:

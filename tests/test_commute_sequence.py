@@ -10,19 +10,23 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from spmd import Batch, Shape, build, captured, oracle
 from test_cast_fp8 import same
 from test_commute_quantise import calls
+from torch import nn
 from witness import WitnessError, witness
 
 import moec
 from moec import compiler
 from moec.compiler import PIPELINE
 from moec.passes import manager
+from moec.passes.commute_quantise.sequence import sequence
 from moec.passes.verify import verify
 from moec.plan import Plan
 from moec.precision import Precision
 from moec.runtime.errors import MoecError
+from moec.runtime.fp8 import Recipe
 from moec.runtime.fp8.payload import width
 from moec.runtime.ops import convert
 
@@ -58,7 +62,9 @@ def taken(program):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "degrees"), [("current", TP), pytest.param("current", MORE, marks=pytest.mark.nightly)]
+    ("recipe", "degrees"),
+    [("current", TP), ("delayed", TP),
+     *(pytest.param(r, MORE, marks=pytest.mark.nightly) for r in ("current", "delayed"))],
 )
 def test_the_same_bits(recipe, degrees):
     """Outputs with the rewrite and without; gradients but for how float64 is added; and one rank's numbers."""
@@ -105,7 +111,7 @@ def test_bytes_are_half_of_bf16():
         return {c.where: c.bytes for c in found if c.primitive == "all_gather" and c.phase == "forward"}
 
     wide, rows = gathered(None), 8 * 8
-    for recipe in ("blockwise", "mxfp8", "current"):
+    for recipe in ("blockwise", "mxfp8", "current", "delayed"):
         low = gathered(recipe)
         (where,) = [where for where in low if low[where] != wide[where]]
         assert wide[where] == rows * 2048 and low[where] == rows * width(1024, recipe) <= 0.53 * wide[where]
@@ -144,12 +150,75 @@ def test_sabotage(damage):
         same(program, truth._run(program), truth._run(compiled("current", ONE)), 1e-12)
 
 
+@pytest.mark.parametrize("damage", ["", "encoded by another history", "learnt of some rows"])
+def test_sabotage_of_histories(damage):
+    truth = oracle(build(SHAPE), BATCH)
+    want = truth._run(compiled("delayed", ONE))
+    program = compiled("delayed", TP).fork()
+    (encode,) = calls(program, "moec.encode_rows")
+    past = encode.args[1]
+    (learnt,) = [n for n in calls(program, "moec.amax") if n.args[0] is encode.args[0]]
+    if damage == "encoded by another history":
+        others = [n.args[0] for n in calls(program, "moec.past_amax") if n.args[0] is not past.args[0]]
+        past.args = (others[0], *past.args[1:])
+    elif damage:
+        with program.graph.inserting_before(learnt):
+            some = program.graph.call_function(torch.ops.aten.slice.Tensor, (learnt.args[0], 1, 0, 1))
+        learnt.args = (some, *learnt.args[1:])
+    program.module.recompile()
+    got = truth._run(program)
+    right = all(torch.equal(got.grads[n], g) for n, g in want.grads.items() if n.endswith("_amax_history"))
+    if damage == "learnt of some rows":
+        assert not right
+    elif damage:
+        with pytest.raises(AssertionError):
+            same(program, got, want, 1e-12)
+    else:
+        assert right
+        same(program, got, want, 1e-12)
+
+
+class TwoViews(nn.Module):
+    """Two products of the same rows, one of them by way of a reshape, and so by a history of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.last = nn.Embedding(16, 16), nn.Linear(16, 16)
+        self.up, self.beside, self.down = (nn.Linear(16, 16, bias=False) for _ in range(3))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        x = F.layer_norm(x, (16,))
+        y = torch.tanh(self.up(x)) + torch.tanh(self.beside(x.reshape(-1, 16)).reshape(x.shape))
+        return self.last(x + self.down(y)).square().mean()
+
+
+def test_products_with_histories_of_their_own():
+    """What they scale one value by may differ, so it is gathered wide."""
+    plan = Plan(1, 2, precision=Precision(fp8="delayed", exclude=("last",)), sequence_parallel=True)
+    stages = {}
+    moec.compile_program(
+        TwoViews(), plan, 2, (torch.zeros(4, 6, dtype=torch.long),), {}, training=True,
+        observe=lambda name, p: stages.update({name: p}),
+    )  # fmt: skip
+    for shared in (False, True):
+        program = stages["cast_fp8"].fork()
+        one, other = [n for n in calls(program, "moec.s_to_r") if n.meta["val"].shape[-1] == 16][:2]
+        if shared:
+            next(iter(other.users)).replace_all_uses_with(next(iter(one.users)))
+            program.graph.eliminate_dead_code()
+        sequence(program, Recipe.parse("delayed"))
+        verify(program)
+        assert len(taken(program)) == (0 if shared else 2)
+        assert any("histories of their own" in w for w in program.why_not) == shared
+
+
 # ------------------------------------------------------------------------------------------------- on real processes
 
 
-def train(commute: bool, world: int):
+def train(commute: bool, world: int, recipe: str):
     """Three AdamW steps: losses, parameters, bytes gathered as bytes, the program."""
-    plan = Plan(world // 2, 2, 1, 1, precision=Precision(fp8="current"), sequence_parallel=True)
+    plan = Plan(world // 2, 2, 1, 1, precision=Precision(fp8=recipe), sequence_parallel=True)
     mine = torch.distributed.get_rank() // 2
     ids, moved = [t.chunk(world // 2)[mine].clone() for t in BATCH.tensors()], []
     gather = convert.all_gather_flat
@@ -171,8 +240,8 @@ def train(commute: bool, world: int):
     return losses, {n: p.full_tensor() for n, p in model.named_parameters()}, sum(moved), model.program
 
 
-def on_and_off(rank: int, world: int) -> None:
-    on, off = train(True, world), train(False, world)
+def on_and_off(rank: int, world: int, recipe: str) -> None:
+    on, off = train(True, world, recipe), train(False, world, recipe)
     assert torch.equal(on[0][0], off[0][0])
     for a, b in zip(on[0], off[0], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=0)
@@ -183,5 +252,6 @@ def on_and_off(rank: int, world: int) -> None:
     assert on[2] == 3 * each * len(taken(on[3])) > 0 and off[2] == 0
 
 
-def test_processes_train_the_same(gloo4):
-    gloo4.run(on_and_off)
+@pytest.mark.parametrize("recipe", ["current", pytest.param("delayed", marks=pytest.mark.nightly)])
+def test_processes_train_the_same(gloo4, recipe):
+    gloo4.run(on_and_off, recipe)

@@ -68,8 +68,8 @@ def wide(recipe, H, compute=None, dp=2, model=None, **options):
     return compile_program(model, plan, dp, (torch.zeros(2 * dp, H),), {}, training=True)
 
 
-CASES = [("current", (2, 1, 1, 1)), ("rowwise", (2, 1, 2, 1))]
-MORE = [("current", (4, 2, 2, 1)), ("rowwise", (2, 2, 2, 2)), ("current", (2, 2, 1, 2))]
+CASES = [("current", (2, 1, 1, 1)), ("rowwise", (2, 1, 2, 1)), ("delayed", (2, 1, 2, 1))]
+MORE = [("current", (4, 2, 2, 1)), ("rowwise", (2, 2, 2, 2)), ("current", (2, 2, 1, 2)), ("delayed", (2, 2, 2, 2))]
 
 
 @pytest.mark.parametrize(("recipe", "degrees"), [*CASES, *(pytest.param(*c, marks=pytest.mark.nightly) for c in MORE)])
@@ -123,7 +123,7 @@ def operands(program, tensors, x):
 
 
 @pytest.mark.parametrize("compute", [None, "bf16"])
-@pytest.mark.parametrize("recipe", ["current", "blockwise"])
+@pytest.mark.parametrize("recipe", ["current", "blockwise", "delayed"])
 def test_bytes(recipe, compute):
     """At most 0.53 of bf16's, scales and maxima included; gradients are summed in fp32 as before."""
 
@@ -238,13 +238,49 @@ def test_sabotage_in_numbers(damage):
         same(broken, truth._run(broken), want, 1e-12)
 
 
+@pytest.mark.parametrize("damage", ["", "of another weight", "of activations", "learnt of some rows", "not learnt"])
+def test_sabotage_of_histories(damage):
+    """What a part is scaled by, and what is learnt of it."""
+    truth = oracle(build(PLAIN), BATCH)
+    want = truth._run(compiled("delayed", (1, 1, 1, 1)))
+    program = compiled("delayed", (2, 1, 1, 1)).fork()
+    quantise = next(n for n in calls(program, "moec.quantise") if n.args[5] == "weight")
+    past = quantise.args[1]
+    (learnt,) = [n for n in calls(program, "moec.amax") if n.args[0] is quantise.args[0]]
+    if damage == "of another weight":
+        others = [n for n in calls(program, "moec.past_amax") if n.args[1] == 1 and n.args[0] is not past.args[0]]
+        past.args = (others[0].args[0], *past.args[1:])
+    elif damage == "of activations":
+        past.args = (past.args[0], 0, *past.args[2:])
+    elif damage == "learnt of some rows":
+        with program.graph.inserting_before(learnt):
+            some = program.graph.call_function(torch.ops.aten.slice.Tensor, (learnt.args[0], 0, 0, 1))
+        learnt.args = (some, *learnt.args[1:])
+    elif damage == "not learnt":
+        with program.graph.inserting_before(learnt):
+            zero = program.graph.call_function(torch.ops.aten.zeros_like.default, (learnt.args[0],))
+        learnt.args = (zero, *learnt.args[1:])
+    program.module.recompile()
+    got = truth._run(program)
+    histories = [n for n in want.grads if n.endswith("_amax_history")]
+    right = all(torch.equal(got.grads[n], want.grads[n]) for n in histories)
+    if not damage:
+        assert right and len(histories) > 4
+        same(program, got, want, 1e-12)
+    elif "learnt" in damage:
+        assert not right
+    else:
+        with pytest.raises(AssertionError):
+            same(program, got, want, 1e-12)
+
+
 # -------------------------------------------------------------------------------------------------- on four processes
 
 
-def train(commute, experts, dp):
-    """Three AdamW steps with two micro-batches each: losses, gradients, parameters, what was gathered, what is said."""
+def train(commute, experts, dp, recipe):
+    """Three AdamW steps with two micro-batches each: losses, gradients, parameters and histories, what was gathered,
+    what is said."""
     passes = tuple(p for p in PIPELINE if commute or p.name != "commute_quantise")
-    recipe = "current" if experts else "blockwise"
     plan = Plan(dp=dp, fsdp=True, precision=Precision(compute="bf16", fp8=recipe, exclude=()), ep=2 if experts else 1)
     torch.manual_seed(0)
     shape = Shape(4, 2, layers=3)
@@ -277,11 +313,12 @@ def train(commute, experts, dp):
         opt.zero_grad()
     explained = [c for c in moec.explain(model).collectives if c.primitive == "all_gather"]
     weights = {n: p.full_tensor() for n, p in model.named_parameters()}
+    weights |= {n: b.clone() for n, b in model.named_buffers() if n.endswith("_amax_history")}
     return losses, grads, weights, moved, sum(c.bytes for c in explained), model.program
 
 
-def on_and_off(rank, world, experts):
-    on, off = train(True, experts, world), train(False, experts, world)
+def on_and_off(rank, world, experts, recipe):
+    on, off = train(True, experts, world, recipe), train(False, experts, world, recipe)
     assert calls(on[-1], "moec.unpack_bytes") and on[-1].resharded() and not calls(off[-1], "moec.unpack_bytes")
     assert all(torch.equal(a, b) for a, b in zip(on[0], off[0], strict=True)), (on[0], off[0])
     for a, b in zip(on[1:3], off[1:3], strict=True):
@@ -293,7 +330,12 @@ def on_and_off(rank, world, experts):
     assert on[3][torch.uint8] and sum(on[3].values()) <= 0.8 * sum(off[3].values())
 
 
+RUNS = [(False, "blockwise"), (True, "current"), (False, "delayed"), (True, "delayed")]
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("experts", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_four_processes_train_the_same_bits(gloo4, experts):
-    gloo4.run(on_and_off, experts, timeout=280)
+@pytest.mark.parametrize(
+    ("experts", "recipe"), [RUNS[0], *(pytest.param(*r, marks=pytest.mark.nightly) for r in RUNS[1:])]
+)
+def test_four_processes_train_the_same_bits(gloo4, experts, recipe):
+    gloo4.run(on_and_off, experts, recipe, timeout=280)

@@ -41,6 +41,11 @@ def alone():
     return oracle(build(SHAPE), BATCH)._run(compiled())
 
 
+def _travels(program):
+    """What gathers weights or rows as bytes (``test_commute_weights``, ``test_commute_sequence``)."""
+    return next((n for n in map(op_name, program.graph.nodes) if n in ("moec.unpack_bytes", "moec.encode_rows")), None)
+
+
 @pytest.mark.parametrize("plan", [p if p in DAILY else pytest.param(p, marks=pytest.mark.nightly) for p in PLANS])
 def test_any_number_of_ranks_learns_what_one_does(plan):
     degrees, options = PLANS[plan]
@@ -51,6 +56,7 @@ def test_any_number_of_ranks_learns_what_one_does(plan):
         early, program = (compiled(degrees, stage, **options) for stage in ("cast_fp8", "lower"))
     verify(early)
     witness(early)
+    assert _travels(program) == {"fsdp": "moec.unpack_bytes", "sp": "moec.encode_rows"}.get(plan)
     got, want = oracle(build(SHAPE), BATCH)._run(program), alone()
     assert got.disagreement == 0 and not any(e.kind in ("m_to_i", "i_to_m") for e in got.log), "nothing on the way"
     names = {s.name: n for n, s in program.params.items()}

@@ -17,6 +17,7 @@ A rewrite each:
 
 from __future__ import annotations
 
+from moec.passes.cast_fp8 import recipe_of
 from moec.passes.commute_quantise.combine import combine
 from moec.passes.commute_quantise.dispatch import dispatch
 from moec.passes.commute_quantise.sequence import sequence
@@ -24,15 +25,14 @@ from moec.passes.commute_quantise.weights import commute_weights
 from moec.passes.contract import Pass, PassContract
 from moec.plan import Plan
 from moec.program import Program
-from moec.runtime.fp8 import Recipe
 
 
 def _run(program: Program, plan: Plan) -> Program:
     precision = plan.precision
     assert precision is not None
-    if precision.fp8 not in (None, "delayed"):  # whose histories are of whole tensors: gathered weights are noted whole
-        commute_weights(program, Recipe.parse(precision.fp8))
-        sequence(program, Recipe.parse(precision.fp8))
+    if precision.fp8 is not None:
+        commute_weights(program, recipe_of(precision))
+        sequence(program, recipe_of(precision))
     if precision.dispatch is not None:
         dispatch(program, precision.payload("dispatch"))
     if precision.combine is not None:

@@ -6,7 +6,8 @@ A gather of rows, for each rank has some tokens of a sequence, is taken if FP8 p
 that keep rows; else ``why_not`` says who else does.
 
 1. Rows are rounded before the gather.  Of a recipe with one scale the largest magnitude over all ranks comes first, of
-   the parts.  Tiles of rows do not reach over ranks, so numbers and scales are what they were, to the bit.
+   the parts, or histories have it (``delayed``; of products whose histories differ the gather stays as it is).  Tiles
+   of rows do not reach over ranks, so numbers and scales are what they were, to the bit.
 2. The gather takes the bytes; gradients go the way back as wide as they are.
 3. The other layout, which weight gradients read, is quantised from what has arrived.  With one scale, or with scales
    that are powers of two, rounding again changes nothing but numbers below a format's normal ones.  ``rowwise``, whose
@@ -18,6 +19,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from moec.passes.commute_quantise.histories import SHAPES, history_of, is_delayed, learn, past_of
 from moec.passes.commute_quantise.moves import Pair, encode, is_move, through
 from moec.passes.commute_quantise.operands import as_operand, largest
 from moec.passes.typed import sweep, typed
@@ -36,6 +38,8 @@ def sequence(program: Program, recipe: Recipe) -> None:
             continue
         if others:
             reason = f"{', '.join(sorted({op_name(u) for u in others}))} read it too"
+        elif len({history_of(q) for q in quantises if is_delayed(q)}) > 1:
+            reason = "products read it by histories of their own"
         elif recipe.shared == "vector" and program.training:
             reason = "each feature's scale, for weight gradients, is that of tokens before they are rounded"
         else:
@@ -56,7 +60,7 @@ def _readers(value: fx.Node, recipe: Recipe) -> tuple[dict[fx.Node, list[fx.Node
                 quantises[user] = views
             elif user.target is aten.reshape.default and user.meta["val"].shape[-1] == value.meta["val"].shape[-1]:
                 todo.append((user, [*views, user]))
-            elif op_name(user) != "moec.amax":  # whose maximum is of the parts now
+            elif op_name(user) not in ("moec.amax", SHAPES):  # whose maximum is of the parts now
                 others.append(user)
     return quantises, others
 
@@ -64,8 +68,13 @@ def _readers(value: fx.Node, recipe: Recipe) -> tuple[dict[fx.Node, list[fx.Node
 def _commute(
     program: Program, recipe: Recipe, start: fx.Node, wait: fx.Node, quantises: dict[fx.Node, list[fx.Node]]
 ) -> None:
-    x = start.args[0]
-    amax = largest(program, recipe, start, x) if recipe.shared == "tensor" else None  # 1
+    x, first = start.args[0], next(iter(quantises))
+    if is_delayed(first):  # 1
+        amax = past_of(program, start, first, x)
+        for of in dict.fromkeys(q.args[0] for q in quantises):
+            learn(program, start, list(of.users), x)
+    else:
+        amax = largest(program, recipe, start, x) if recipe.shared == "tensor" else None
     pair = through(program, start, encode(program, start, x, amax, recipe.text()), recipe.text())  # 2
     made: dict[fx.Node, Pair] = {}
     for quantise, views in quantises.items():

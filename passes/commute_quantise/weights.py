@@ -7,7 +7,7 @@ Legend: K and M in and out features of a weight, E experts.
    tensor, squares) travel once and are laid out anew behind (``moec::turn``), others twice.  Else ``why_not`` says what
    keeps it.
 2. Its part is quantised before the gather.  Where ranks have parts of one tile the largest magnitude is reduced over
-   them first, so scales and numbers are those of the whole weight, to the bit.
+   them first, or histories have it (``delayed``), so scales and numbers are those of the whole weight, to the bit.
 3. The weights of a unit (``units.py``) over the same ranks travel together: numbers and scales as one vector of bytes.
 4. Their gradients go the way back: ``moec::carry_parameters`` sums them for the parameters, in the dtype of these.
 """
@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from moec.passes.cast_fp8 import Cast
+from moec.passes.commute_quantise.histories import SHAPES, is_delayed, learn, past_of
 from moec.passes.commute_quantise.operands import erase_maximum
 from moec.passes.typed import bring_before, dtype_of, result, sweep, typed
 from moec.passes.units import behind, gather_starts, packed_types, parameter_of, unit_names
@@ -94,7 +95,7 @@ def _weight(program: Program, recipe: Recipe, start: fx.Node) -> Weight | str | 
     quantise = [r for r in readers if op_name(r) == "moec.quantise" and r.args[5] in ROLES]
     if not quantise:
         return None
-    of_amax = {n for n in readers if op_name(n) == "moec.amax"}
+    of_amax = {n for n in readers if op_name(n) in ("moec.amax", SHAPES)}
     if len(quantise) > 1 or set(readers) - of_amax != set(quantise):
         others = sorted({op_name(r) for r in set(readers) - of_amax - set(quantise[:1])})
         return f"the whole weight is read by {', '.join(others)} too"
@@ -233,7 +234,11 @@ class _Bucket:
         """``q, scale, q_T, scale_T``; there is no carrier: the gathered one has the gradient."""
         twice = w.layouts == 2 and w.quantise.args[6]
         cast = Cast(self.program, self.recipe)  # over the ranks of FSDP too
-        amax = cast.amax(self.at, x, w.role, None, False)
+        if is_delayed(w.quantise):
+            amax = past_of(self.program, self.at, w.quantise, x)
+            learn(self.program, self.at, list(w.quantise.args[0].users), x)
+        else:
+            amax = cast.amax(self.at, x, w.role, None, False)
         tensor = self.recipe.shared == "tensor"
         amax_T = None if not twice else amax if tensor else cast.amax(self.at, x, w.role, None, True)
         args = (x, amax, amax_T, None, self.recipe.text(), w.role, twice)

@@ -9,7 +9,8 @@ quantises ``rows`` or ``grad`` for the product that sums over H, followed by its
 payload       scales of a row                             W
 ============  ==========================================  ==============
 ``bf16``      none                                        2 H
-``current``   none: one of the tensor, which all know     H
+``current``,  none: one of the tensor, which all know     H
+``delayed``
 ``rowwise``   one, fp32                                   H + 4
 ``blockwise`` one of 128 numbers, its exponent (E8M0)     H + ⌈H / 128⌉
 ``mxfp8``     one of 32 numbers, E8M0                     H + ⌈H / 32⌉
