@@ -98,7 +98,9 @@ def test_what_travels_in_slots_and_in_chunks_is_rounded_once(options):
     assert distance(got, want) < 1e-4  # weights' gradients read tiles of what was rounded
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+@pytest.mark.parametrize(
+    "recipe", ["rowwise", "mxfp8", *(pytest.param(r, marks=pytest.mark.nightly) for r in ("current", "blockwise"))]
+)
 def test_every_operand_lies_on_the_recipes_grid(recipe):
     """The experts' first operand is what the tokens were rounded to, scales and all; the other layout is quantised from
     what it means."""

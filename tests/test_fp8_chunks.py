@@ -1,11 +1,13 @@
 """FP8 of tokens in chunks: the numbers of one chunk, or a refusal."""
 
 import pytest
-from spmd import build, oracle
+from spmd import build, captured, compile_stages, oracle
 from test_cast_fp8 import BATCH, SHAPE, calls, compiled
 
 from moec.check import _relative
 from moec.overlap import Overlap
+from moec.plan import Plan
+from moec.precision import Precision
 from moec.runtime.errors import MoecError
 
 EP = (2, 1, 2, 1)
@@ -33,3 +35,11 @@ def test_scales_of_all_tokens_are_refused(recipe):
     with pytest.raises(MoecError, match=r"layers\.0.*scales (all values|a feature of all tokens).*in parts") as e:
         compiled(recipe, EP, overlap=Overlap(chunks=2))
     assert "Precision.exclude" in e.value.way_out
+
+
+def test_a_payload_with_the_scale_of_all_tokens_is_refused():
+    """Products that stay out of FP8 would let it pass."""
+    precision = Precision(fp8="current", dispatch="fp8", exclude=("*",))
+    with pytest.raises(MoecError, match=r"layers\.0\.moe.*payload of current scales all tokens.*in parts") as e:
+        compile_stages(captured(SHAPE), Plan(*EP, precision=precision, overlap=Overlap(chunks=2)))
+    assert "blockwise" in e.value.way_out

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moec.runtime.errors import MoecError
-from moec.runtime.fp8 import amax
+from moec.runtime.fp8 import Recipe, amax
 from moec.runtime.fp8.payload import width
 
 ops = torch.ops.moec
@@ -87,6 +87,26 @@ def test_an_operand_is_what_travelled(name):
     for a, b in zip(made[1:], (*want[1:3], *again[3:]), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
         assert torch.equal(a.float(), b.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["delayed", "delayed+2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_history_is_taken_as_it_is(name, kind, dtype):
+    """By past steps' magnitudes, larger or smaller than these rows': both layouts are those of ``moec::quantise``."""
+    x, margin = rows(kind, 5, 130, 3).to(dtype), Recipe.parse(name).margin
+    for past in (0.0, 0.7, 300.0):
+        most = torch.tensor([[past]])
+        carrier, data = ops.encode_rows(x, most, name, "rows")
+        assert data.shape == (5, 130)
+        q, _, each = model.quantised(x.float().numpy(), "delayed", "rows", False, most.numpy(), margin)
+        want = torch.from_numpy((q * each).astype(np.float32)).to(dtype)
+        got = ops.decode_rows(data, carrier, most, name, "rows")
+        assert torch.equal(got.nan_to_num(nan=7.0), want.nan_to_num(nan=7.0))
+        made = ops.decode_operand(data, carrier, most, most, None, name, True)
+        direct = ops.quantise(x, most, most, None, name, "rows", True)
+        for a, b in zip(made[1:], direct[1:], strict=True):
+            assert a.dtype == b.dtype and torch.equal(a.float().nan_to_num(nan=7.0), b.float().nan_to_num(nan=7.0))
 
 
 def test_what_does_not_fit_is_refused():

@@ -4,7 +4,7 @@ Legend: T tokens, N rows, H hidden.
 
 1. Tokens are rounded where a permute, or slots, take them; where ranks gather tokens for the permute alone (the
    dispatcher ``allgather``), before the gather.  For a recipe with one scale the largest magnitude over all ranks comes
-   first, of all tokens, whatever chunks they travel in.
+   first; tokens in chunks are refused then: it would be known when the last chunk is.
 2. Every move on the way to the experts takes the payload: bytes forward; gradients come back as wide as they are.
 3. Where rows arrive, an FP8 product's operand of the same recipe is what has arrived (``decode_operand``); whatever
    else reads them reads the values that it means (``decode_rows``).
@@ -17,8 +17,8 @@ from torch import fx
 
 from moec.passes.commute_quantise.moves import PERMUTES, Pair, decode, encode, is_move, moved_by, through
 from moec.passes.commute_quantise.operands import as_operand, largest
-from moec.passes.shard.rule import is_getitem
 from moec.program import Program, op_name
+from moec.runtime.errors import MoecError
 from moec.runtime.fp8 import Recipe
 from moec.runtime.fp8.payload import BF16
 
@@ -39,7 +39,6 @@ class _Dispatch:
         self.program, self.payload = program, payload
         self.recipe = None if payload == BF16 else Recipe.parse(payload)
         self.sources: dict[fx.Node, tuple[Pair, fx.Node | None]] = {}
-        self.largest: dict[fx.Node, fx.Node] = {}
 
     # -- 1
 
@@ -58,11 +57,13 @@ class _Dispatch:
     def _amax(self, at: fx.Node, x: fx.Node) -> fx.Node | None:
         if self.recipe is None or self.recipe.shared != "tensor":
             return None
-        while is_getitem(x) and op_name(x.args[0]) == "moec.split_tokens":
-            x, at = x.args[0].args[0], x.args[0]
-        if x not in self.largest:
-            self.largest[x] = largest(self.program, self.recipe, at, x)
-        return self.largest[x]
+        if "chunk" in at.meta:
+            raise MoecError(
+                f"a payload of {self.recipe.name} scales all tokens together, and Overlap(chunks=…) sends them in parts",
+                where=at.meta.get("where", ""),
+                way_out="blockwise or mxfp8, Overlap(chunks=1), or Precision(dispatch=None)",
+            )
+        return largest(self.program, self.recipe, at, x)
 
     # -- 2
 
