@@ -52,7 +52,7 @@ def cases(tiny: bool) -> list[Case]:
         return ops.unpack_bytes(flat, 1, [1, 0], [True, False], [2, *a.shape, 2, *b.shape], names)
 
     def largest(a: Tensor, payload: str) -> Tensor | None:
-        return a.detach().float().abs().amax().view(1, 1) if payload == "current" else None
+        return a.detach().float().abs().amax().view(1, 1) if payload in ("current", "delayed") else None
 
     def sent(move: str, a: Tensor, *rest: Any, payload: str = "blockwise") -> list[Tensor]:
         """Rows as a payload through a move and back."""
@@ -190,11 +190,11 @@ def cases(tiny: bool) -> list[Case]:
         *(Case(f"payload, {payload}", ("encode_rows", "decode_rows", "carry_home"),
                lambda a, payload=payload: sent("home", a, "", payload=payload), (x(T, H + 1),),
                limit=0.0 if payload in ("blockwise", "mxfp8") else 0.08)
-          for payload in ("current", "rowwise", "blockwise", "mxfp8")),
+          for payload in ("current", "delayed", "rowwise", "blockwise", "mxfp8")),
         *(Case(f"decode_operand, {payload}{', experts' if c is not None else ''}", ("decode_operand",),
                lambda a, c, payload=payload: operand(a, c, payload), (x(256, H + 1), c),
                limit=0.0 if payload in ("blockwise", "mxfp8") else 0.08)
-          for payload in ("current", "rowwise", "blockwise", "mxfp8") for c in (None, torch.tensor([100, 5]))),
+          for payload in ("current", "delayed", "rowwise", "blockwise", "mxfp8") for c in (None, torch.tensor([100, 5]))),
         Case("fan_max", ("fan_max",), lambda a: ops.fan_max(a, 2), (x(1, 1),)),
         Case("past_amax", ("past_amax",), lambda h, a: ops.past_amax(h, 0, a, "delayed", "rows"),
              (x(3, 5).abs(), x(T, H))),
