@@ -252,6 +252,7 @@ def on_and_off(rank: int, world: int, recipe: str) -> None:
     assert on[2] == 3 * each * len(taken(on[3])) > 0 and off[2] == 0
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("recipe", ["current", pytest.param("delayed", marks=pytest.mark.nightly)])
 def test_processes_train_the_same(gloo4, recipe):
-    gloo4.run(on_and_off, recipe)
+    gloo4.run(on_and_off, recipe, timeout=280)

@@ -327,7 +327,8 @@ def on_and_off(rank, world, experts, recipe):
     for *_, moved, explained, _ in (on, off):  # six forwards and backwards, and nothing else gathers there
         assert sum(moved.values()) == 6 * explained, (moved, explained)
     # Without the rewrite FP8 weights are not gathered again, because the whole ones are kept.
-    assert on[3][torch.uint8] and sum(on[3].values()) <= 0.8 * sum(off[3].values())
+    # Of the tiny model with experts 0.84: embedding, norms and routers are gathered as they are.
+    assert on[3][torch.uint8] and sum(on[3].values()) <= (0.85 if experts else 0.8) * sum(off[3].values())
 
 
 RUNS = [(False, "blockwise"), (True, "current"), (False, "delayed"), (True, "delayed")]
