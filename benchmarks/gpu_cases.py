@@ -194,7 +194,8 @@ def cases(tiny: bool) -> list[Case]:
         *(Case(f"decode_operand, {payload}{', experts' if c is not None else ''}", ("decode_operand",),
                lambda a, c, payload=payload: operand(a, c, payload), (x(256, H + 1), c),
                limit=0.0 if payload in ("blockwise", "mxfp8") else 0.08)
-          for payload in ("current", "delayed", "rowwise", "blockwise", "mxfp8") for c in (None, torch.tensor([100, 5]))),
+          for payload in ("current", "delayed", "rowwise", "blockwise", "mxfp8")
+          for c in (None, torch.tensor([100, 5]))),
         Case("fan_max", ("fan_max",), lambda a: ops.fan_max(a, 2), (x(1, 1),)),
         Case("past_amax", ("past_amax",), lambda h, a: ops.past_amax(h, 0, a, "delayed", "rows"),
              (x(3, 5).abs(), x(T, H))),

@@ -59,7 +59,8 @@ class _Dispatch:
             return None
         if "chunk" in at.meta:
             raise MoecError(
-                f"a payload of {self.recipe.name} scales all tokens together, and Overlap(chunks=…) sends them in parts",
+                f"a payload of {self.recipe.name} scales all tokens together, and Overlap(chunks=…) sends them in "
+                "parts",
                 where=at.meta.get("where", ""),
                 way_out="blockwise or mxfp8, Overlap(chunks=1), or Precision(dispatch=None)",
             )
