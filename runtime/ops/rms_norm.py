@@ -32,7 +32,7 @@ def rms_norm(x: Tensor, shape: list[int], weight_H: Tensor, eps: float) -> tuple
     if (kernels := c_norm.of(x)) is not None:
         return kernels.forward(x, weight_H, eps)
     scale = (x.square().mean(-1, keepdim=True) + eps).rsqrt_()
-    return (x * scale).mul_(weight_H), scale
+    return torch.mul(x, scale, out=x.new_empty(x.shape)).mul_(weight_H), scale  # contiguous, however x lies
 
 
 @rms_norm.register_fake
@@ -44,7 +44,7 @@ def _(x, shape, weight_H, eps):
 def rms_norm_backward(grad: Tensor, x: Tensor, weight_H: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     if (kernels := c_norm.of(x)) is not None:
         return kernels.backward(grad, x, weight_H, scale)
-    unit, grad_unit = x * scale, grad * weight_H
+    unit, grad_unit = x * scale, torch.mul(grad, weight_H, out=x.new_empty(x.shape))
     dweight_H = (grad * unit).reshape(-1, x.shape[-1]).sum(0)
     along = (grad_unit * unit).mean(-1, keepdim=True)
     return grad_unit.sub_(unit.mul_(along)).mul_(scale), dweight_H
