@@ -29,7 +29,7 @@ from moec.cost.sizes import Sizes
 from moec.placement import Types, local_shape, show
 from moec.program import DtypeChoice, ParamSpec, Program
 from moec.regather import saved_gathers
-from moec.runtime.collectives import CARRY_PARAMETERS, LOW_GATHER, TABLE, collective, group_of
+from moec.runtime.collectives import CARRY_PARAMETERS, LOW_GATHER, TABLE, collective, group_of, is_fused
 from moec.runtime.errors import MoecError
 from moec.runtime.fp8.payload import width
 from moec.runtime.mesh import axes_of
@@ -234,11 +234,15 @@ def _uses(
         if entry.dual is None or not source.meta["grad"]:
             return []
         entry = TABLE[entry.dual]
-    if not entry.needs_wait:
+    if not entry.communicates:
         return []
     payload = node.args[-3] if node.target in CODED and phase == "backward" else ""
     rows = any(t.kind == "V" for t in source.meta["types"].values())
-    sizes = [_bytes(program, n, values, node) for n in (source, node)]
+    if is_fused(node.target):  # what one rank has of what travels
+        part = source if collective(node.target).primitive == "gather_products" else node  # type: ignore[union-attr]
+        sizes = [node.args[-2] * _bytes(program, part, values, source)] * 2
+    else:
+        sizes = [_bytes(program, n, values, node) for n in (source, node)]
     if payload:  # gradients travel as bytes
         H, each = int(source.meta["val"].shape[-1]), source.meta["val"].dtype.itemsize
         sizes = [n // (H * each) * width(H, payload) for n in sizes]

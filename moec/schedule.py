@@ -2,31 +2,36 @@
 when it is waited for, and what is computed meanwhile, in the times of the cost model.
 
 A collective is *hidden* as long as something is computed while it travels; ``beside`` says what, by module.  Its
-*stall* is how long compute stands still at its wait, for what it queues behind as well.  Times are seconds since the
-step began.  Of the backward it is the one that usually runs: for the gradient of the loss.
+*stall* is how long compute stands still at its wait, for what it queues behind as well.  An op of tensor parallelism
+that computes beside its own transfer (``Overlap.symmetric_memory``) is a collective hidden behind its own products, and
+waited for at once.  Times are seconds since the step began.  Of the backward it is the one that usually runs: for the
+gradient of the loss.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
 from torch import fx
 
 from moec.cost import COMPUTE, Cluster, Sizes, Span, Timeline, cluster, predict
-from moec.cost.roofline import group_key
+from moec.cost.roofline import ends as tensor_ends
+from moec.cost.roofline import group_key, own_transfer
 from moec.placement import local_shape
 from moec.program import Program
-from moec.runtime.collectives import collective, is_start, is_wait
+from moec.runtime.collectives import collective, is_fused, is_start, is_wait
 from moec.runtime.mesh import EXCHANGE, GRADIENTS, PARAMETERS
 from moec.text import human, ms, table
 
 SHOWN = 2
 """Modules that the text names beside a collective."""
+OWN = "its own products"
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,8 @@ def schedule(
     parts, transfers, began = {}, [], 0.0
     for phase, graph in graphs.items():
         parts[phase] = predicted(program, phase, graph, on, values)
-        transfers += _transfers(phase, list(graph.nodes), parts[phase], values, began)
+        own = partial(own_transfer, cluster=on, mesh=program.mesh, sizes=values)
+        transfers += _transfers(phase, list(graph.nodes), parts[phase], values, began, own)
         began += parts[phase].step_s
     bound = step.options.memory_gb
     limit = None if bound is None else int(bound * 1e9)
@@ -180,13 +186,22 @@ def predicted(program: Program, phase: str, graph: fx.Graph, on: Cluster, values
     return replace(found, peak_bytes=found.peak_bytes + held)
 
 
-def _transfers(phase: str, nodes: Sequence[fx.Node], found: Timeline, sizes: Sizes, began: float) -> list[Transfer]:
-    starts = [n for n in nodes if n.op == "call_function" and is_start(n.target)]
+def _transfers(
+    phase: str,
+    nodes: Sequence[fx.Node],
+    found: Timeline,
+    sizes: Sizes,
+    began: float,
+    beside_itself: Callable[[fx.Node], tuple[float, float]],
+) -> list[Transfer]:
+    starts = [n for n in nodes if n.op == "call_function" and (is_start(n.target) or is_fused(n.target))]
     names = {s.name for s in starts}
     seen, before = 0, {}
     for node in nodes:
-        if node in starts:
+        if node.name in names:
             seen += 1
+            if is_fused(node.target):
+                before[node] = seen + 1
         elif is_wait(node.target):
             before[node.args[0]] = seen + 1
     own = [s for s in found.spans if s.stream == COMPUTE]
@@ -194,6 +209,12 @@ def _transfers(phase: str, nodes: Sequence[fx.Node], found: Timeline, sizes: Siz
     jobs = {s.node: s for s in found.spans if s.stream.startswith("comm:")}
     issued = {s.node: s.end_s for s in own if s.node in names}
     waits = {s.node: s for s in found.waits}
+    for node in starts:
+        if is_fused(node.target):
+            at, (sent, hidden) = next(s for s in own if s.node == node.name), beside_itself(node)
+            jobs[node.name] = Span(node.name, "", at.start_s, at.start_s + sent)
+            issued[node.name] = at.start_s
+            waits[node.name] = Span(node.name, "", at.end_s - (sent - hidden), at.end_s)
     out = []
     for number, start in enumerate(starts, 1):
         entry, key = collective(start.target), group_key(start)
@@ -201,11 +222,11 @@ def _transfers(phase: str, nodes: Sequence[fx.Node], found: Timeline, sizes: Siz
         job = jobs[start.name]
         wait = waits.get(start.name, Span(start.name, "", found.step_s, found.step_s))
         beside = _beside(job, own, ends)
+        if is_fused(start.target):
+            beside = {OWN: beside_itself(start)[1]}
         longest = sorted(beside, key=beside.__getitem__, reverse=True)
         purpose = key.partition("#")[2]
-        taken, given = sizes.bytes(start.args[0].meta.get("val")), sizes.bytes(start.meta.get("val"))
-        if entry.primitive == "exchange":  # the larger has rows that do not travel
-            taken = given = min(taken, given)
+        taken, given = tensor_ends(start, sizes)
         out.append(
             Transfer(
                 phase=phase,

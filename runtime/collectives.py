@@ -12,6 +12,9 @@ I: I,  R: P,  P: R,  S: S,  V: V,  M: M.
 
 An op that communicates is a *start* op: it launches the work and its result may be read only after the wait node
 ``torch.ops._c10d_functional.wait_tensor.default``.  The others (identity, slice, zero_pad, carry) have no wait.
+
+Nor have those of ``FUSED``, which compute beside their transfer themselves and give what is computed: a gather and the
+products of what it gathers, a product and the reduce-scatter of what it makes (``ops/gather_linear.py``).
 """
 
 from __future__ import annotations
@@ -42,8 +45,12 @@ class Collective:
     """The kind that carries the gradient back; empty where there is no gradient (integer counts)."""
 
     @property
-    def needs_wait(self) -> bool:
+    def communicates(self) -> bool:
         return PRIMITIVES[self.primitive] is not None
+
+    @property
+    def needs_wait(self) -> bool:
+        return self.communicates and self.primitive not in FUSED
 
     @property
     def op(self) -> OpOverload:
@@ -51,7 +58,7 @@ class Collective:
 
     def tensor_bytes(self, input_bytes: int, output_bytes: int) -> int:
         """Size of the whole tensor that the collective is about, on one rank; 0 if nothing is communicated."""
-        return max(input_bytes, output_bytes) if self.needs_wait else 0
+        return max(input_bytes, output_bytes) if self.communicates else 0
 
     def wire_bytes(self, input_bytes: int, output_bytes: int, size: int) -> int:
         """Bytes that one of ``size`` ranks sends, under ring algorithms; for the uneven exchange an upper bound
@@ -74,7 +81,12 @@ PRIMITIVES: dict[str, int | None] = {
     "counts": 1,
     "equal": 1,
     "carry": None,
+    "gather_products": 1,
+    "products_scatter": 1,
 }
+
+FUSED = frozenset({"gather_products", "products_scatter"})
+"""Primitives of ops that compute beside their transfer and are over when they return."""
 
 PAIRWISE = frozenset({"all_to_all", "exchange", "counts", "equal"})
 """Primitives that are sends and receives of pairs of ranks on CPUs, with a group for each direction (``peers.py``)."""
@@ -104,6 +116,8 @@ TABLE: dict[str, Collective] = {
         Collective("carry_exchange", "V", "V", "carry", "all_to_all_rows"),
         Collective("carry_equal", "V", "V", "carry", "all_to_all_equal"),
         Collective("carry_gather", "S", "R", "carry", "p_to_s"),
+        Collective("gather_linear", "S", "R", "gather_products", "linear_scatter"),
+        Collective("linear_scatter", "P", "S", "products_scatter", "gather_linear"),
     )
 }
 COLLECTIVES = TABLE
@@ -121,7 +135,7 @@ CARRY_PARAMETERS = "carry_parameters"
 CONVERSIONS = tuple(
     k
     for k, c in TABLE.items()
-    if c.primitive not in ("exchange", "equal", "counts", "carry") and k not in (*MAXIMA, LOW_GATHER)
+    if c.primitive not in ("exchange", "equal", "counts", "carry", *FUSED) and k not in (*MAXIMA, LOW_GATHER)
 )
 """Kinds ``(x, dim, [to_dim,] size, group)``, like ``MAXIMA``; the rest have signatures of their own."""
 
@@ -137,6 +151,12 @@ def is_start(target: Any) -> bool:
     """Does ``target`` launch communication, so that its result may be read only after a wait?"""
     found = collective(target)
     return found is not None and found.needs_wait
+
+
+def is_fused(target: Any) -> bool:
+    """Does ``target`` compute beside its own communication (``FUSED``)?"""
+    found = collective(target)
+    return found is not None and found.primitive in FUSED
 
 
 def is_wait(target: Any) -> bool:

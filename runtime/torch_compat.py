@@ -131,6 +131,28 @@ def on_wait(x: Tensor, work: dist.Work) -> None:
     _register_work(x, work)
 
 
+def symmetric_memory_lacks() -> str | None:
+    """What this torch lacks of fused products over symmetric memory; None: nothing."""
+    try:
+        import torch.distributed._symmetric_memory  # defines the operators
+    except ImportError as e:
+        return f"torch {torch.__version__} has no torch.distributed._symmetric_memory ({e})"
+    missing = [n for n in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter") if not hasattr(SYMM_MEM, n)]
+    return f"torch {torch.__version__} has no torch.ops.symm_mem.{missing[0]}" if missing else None
+
+
+SYMM_MEM = torch.ops.symm_mem
+
+
+def use_symmetric_memory(group: str) -> None:
+    """Let the process group of a c10d name have symmetric memory; up to some version torch wants to be told once."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    enable = symmetric.enable_symm_mem_for_group
+    if not hasattr(enable, "__deprecated__") and not symmetric.is_symm_mem_enabled_for_group(group):  # type: ignore[arg-type]
+        enable(group)  # type: ignore[arg-type]  # a NewType of str
+
+
 def strided_shard(dim: int, split_factor: int) -> Placement:
     """DTensor placement of a packed dim: each of ``split_factor`` equal blocks is sharded, not the dim as a whole."""
     return _StridedShard(dim, split_factor=split_factor)

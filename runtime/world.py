@@ -19,10 +19,11 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from . import simulate
-from .collectives import CARRY_PARAMETERS, LOW_GATHER, TABLE, Collective, collective, is_wait
+from .collectives import CARRY_PARAMETERS, FUSED, LOW_GATHER, TABLE, Collective, collective, is_wait
 from .errors import MoecError
 from .fp8.payload import packed, values
 from .mesh import Mesh
@@ -107,6 +108,8 @@ class LockstepWorld:
             )
         if entry.kind == CARRY_PARAMETERS:
             return self._carriers(entry, key, node, bound)
+        if entry.primitive in FUSED:
+            return self._with_products(entry, key, node, bound)
         xs = [next(iter(b.values())) for b in bound]  # the tensor that travels is the first argument of every op
         if entry.primitive == "counts":
             return self._across(entry, key, node, xs, lambda ranks, mine: simulate.counts(mine))
@@ -134,6 +137,17 @@ class LockstepWorld:
             return forward(self.table[entry.dual], "backward", grads, back)
 
         return list(_Across.apply(lambda v: forward(entry, "forward", v, (dim, to_dim)), backward, *xs))
+
+    def _with_products(self, entry: Collective, key: str, node: fx.Node, bound: list[dict[str, Any]]) -> list[Any]:
+        """The transfer and the products one after the other, differentiated by autograd.  Results lie in memory as the
+        ops say: graphs that were traced look at them in other shapes."""
+        dim = bound[0]["dim"]
+        if entry.primitive == "gather_products":
+            whole = self._convert(self.table["s_to_r"], key, node, [b["x"] for b in bound], dim, dim)
+            found = [[x, *(F.linear(x, w) for w in b["ws"])] for x, b in zip(whole, bound, strict=True)]
+            return [[w.movedim(dim, 0).contiguous().movedim(0, dim), *(y.contiguous() for y in ys)] for w, *ys in found]
+        partial = [F.linear(b["x"], b["w"]) for b in bound]
+        return [t.contiguous() for t in self._convert(self.table["p_to_s"], key, node, partial, dim, dim)]
 
     def _gather_low(
         self, entry: Collective, key: str, node: fx.Node, xs: Sequence[Tensor], masters: Sequence[Tensor], dim: int

@@ -12,6 +12,7 @@ from moec.runtime.collectives import (
     TABLE,
     collective,
     group_of,
+    is_fused,
     is_start,
     is_wait,
     keys_of,
@@ -42,7 +43,10 @@ def test_the_dual_of_the_dual_is_the_kind_itself(kind):
 def test_registry_answers_about_targets():
     local = {"i_to_r", "i_to_s", "r_to_s", "s_to_p", "i_to_m", "carry_parameters"}
     local |= {"carry_exchange", "carry_equal", "carry_gather"}
-    assert {k for k in TABLE if is_start(TABLE[k].op)} == set(TABLE) - local
+    at_once = {"gather_linear", "linear_scatter"}
+    assert {k for k in TABLE if is_fused(TABLE[k].op)} == at_once
+    assert {k for k in TABLE if is_start(TABLE[k].op)} == set(TABLE) - local - at_once
+    assert {k for k in TABLE if TABLE[k].communicates} == set(TABLE) - local
     assert all(needs_wait(k) == is_start(TABLE[k].op) for k in TABLE)
     assert collective(moec_ops.permute.default) is None
     assert not is_start(torch.relu)

@@ -83,7 +83,7 @@ def test_what_is_hidden_and_beside_what():
     seconds = {"a": 1.0, "b": 1.0, "c": 2.0, first.name: 3.0, second.name: 0.5}
     nodes = list(g.graph.nodes)
     times = cost.simulate(nodes, lambda n: seconds.get(n.name, 0.0), lambda n: "comm:dp_edp")
-    one, two = _transfers("forward", nodes, times, g.sizes, 10.0)
+    one, two = _transfers("forward", nodes, times, g.sizes, 10.0, lambda n: (0.0, 0.0))
     assert (one.issued_s, one.start_s, one.end_s, one.waited_s) == (10.0, 10.0, 13.0, 12.0)
     assert (one.hidden_s, one.stall_s, one.before) == (2.0, 1.0, 2)
     assert one.beside == (("layer.attention", 1.0), ("b", 1.0))

@@ -9,11 +9,12 @@ from typing import Any
 
 import spmd_types as spmd
 import torch
+import torch.nn.functional as F
 from spmd_types import rules
 from torch import Tensor, fx
 
 from moec.program import op_name
-from moec.runtime.collectives import LOW_GATHER, Collective, collective, group_of
+from moec.runtime.collectives import LOW_GATHER, TABLE, Collective, collective, group_of
 
 Axis = spmd.MeshAxis
 OWNERS = ("owner_n", "owner")
@@ -269,6 +270,26 @@ def belong(w, data: Tensor, carrier: Any) -> None:
     rules.ignore(data)
 
 
+def _gather_products(w, node: fx.Node, entry: Collective, x: Tensor, ws: list[Tensor], *rest) -> list[Tensor]:
+    """Each product is that of the gathered value."""
+    whole = _convert(w, node, TABLE["s_to_r"], x, *rest)
+    return [whole, *(_product(w, whole, weight) for weight in ws)]
+
+
+def _products_scatter(w, node: fx.Node, entry: Collective, x: Tensor, weight: Tensor, *rest) -> Tensor:
+    """The product is a pending sum, and scattered as one."""
+    return _convert(w, node, TABLE["p_to_s"], _product(w, x, weight), *rest)
+
+
+def _product(w, x: Tensor, weight: Tensor) -> Tensor:
+    typed = w.einsum("...k,nk->...n", x, weight, linear_in=(0, 1))
+    with spmd.no_typecheck():
+        y = F.linear(x, weight)
+    rules.output(y, typed)
+    return y
+
+
 CONVERSIONS: dict[str, Callable] = {
     **dict.fromkeys(TRANSITIONS, _convert), "counts": _counts, "exchange": _exchange, "equal": _equal, "carry": _carry,
+    "gather_products": _gather_products, "products_scatter": _products_scatter,
 }  # fmt: skip

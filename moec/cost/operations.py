@@ -191,8 +191,23 @@ def _linear(n: _Node) -> tuple[float, float, int]:
     return 2 * prod(n.result()) * n.shape(0)[-1], n.all, 1
 
 
+def _gather_linear(n: _Node) -> tuple[float, float, int]:
+    """x […, K] of every rank, and every w [N, K]; what is gathered is written and read."""
+    whole, products = n.result(0), n.shapes(1)
+    flops = sum(2 * prod(whole) * w[0] for w in products)
+    return flops, n.all + n.sizes.bytes(n.node.meta["val"][0]), len(products)
+
+
+def _linear_scatter(n: _Node) -> tuple[float, float, int]:
+    """x […, K], w [N, K]; of the product each rank's part is sent and the own part of all ranks added up."""
+    ranks = n.node.args[-2]
+    return 2 * prod(n.shape(0)) * n.shape(1)[0], n.all + 2 * ranks * n.out, 1
+
+
 FORMULAS: dict[str, Formula] = {
     "aten.linear": _linear,
+    "moec.gather_linear": _gather_linear,
+    "moec.linear_scatter": _linear_scatter,
     "aten.scaled_dot_product_attention": _attention(4, _scores(0, 1, 5)),
     "aten._scaled_dot_product_flash_attention_for_cpu": _attention(4, _scores(0, 1, 4)),
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention(10, _scores(1, 2, 7)),

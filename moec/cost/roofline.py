@@ -6,6 +6,8 @@
 * A collective takes ``alpha + bytes / beta`` of its link, the bytes being those that one rank sends in a ring.  A group
   that spans nodes is as slow as the slower of the two links: in a ring a node's ranks share what crosses; in an
   exchange each sends its own.
+* Tensor parallelism's ops that compute beside their own transfer (``collectives.FUSED``) do so part by part, a part a
+  rank: the longer of the two, and a part of the shorter one, beside which there is nothing yet (or nothing any more).
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from moec.cost.cluster import Cluster
 from moec.cost.operations import Work, is_view, work
 from moec.cost.sizes import Sizes
 from moec.program import op_name
-from moec.runtime.collectives import collective, group_of, is_start, is_wait
+from moec.runtime.collectives import collective, group_of, is_fused, is_start, is_wait
 from moec.runtime.mesh import Mesh
 
-__all__ = ["COMPUTE", "Work", "launch", "link", "seconds", "stream", "transfer", "wire", "work"]
+__all__ = [
+    "COMPUTE", "Work", "ends", "launch", "link", "own_transfer", "seconds", "stream", "transfer", "wire", "work",
+]  # fmt: skip
 
 COMPUTE = "compute"
 EXCHANGES = ("all_to_all", "exchange", "counts", "equal")
@@ -67,10 +71,22 @@ def wire(node: fx.Node, mesh: Mesh, sizes: Sizes) -> int:
     """Bytes that one rank sends for a collective, in a ring; of an exchange, those that leave the rank."""
     entry = collective(node.target)
     assert entry is not None
-    taken, given = sizes.bytes(node.args[0].meta.get("val")), sizes.bytes(node.meta.get("val"))
+    return entry.wire_bytes(*ends(node, sizes), mesh.size(group_key(node)))
+
+
+def ends(node: fx.Node, sizes: Sizes) -> tuple[int, int]:
+    """Bytes of what goes into a collective, and of what comes out of it."""
+    entry, val = collective(node.target), node.meta.get("val")
+    assert entry is not None
+    taken = sizes.bytes(node.args[0].meta.get("val"))
+    if entry.primitive == "gather_products":
+        return taken, sizes.bytes(val[0])
+    given = sizes.bytes(val)
+    if entry.primitive == "products_scatter":
+        return given * node.args[-2], given
     if entry.primitive == "exchange":  # the larger has rows that do not travel
         taken = given = min(taken, given)
-    return entry.wire_bytes(taken, given, mesh.size(group_key(node)))
+    return taken, given
 
 
 def seconds(node: fx.Node, cluster: Cluster, mesh: Mesh, sizes: Sizes) -> float:
@@ -80,7 +96,20 @@ def seconds(node: fx.Node, cluster: Cluster, mesh: Mesh, sizes: Sizes) -> float:
     if is_start(node.target):
         return _communication(node, cluster, mesh, sizes)
     overhead, times = cluster.ops.get(op_name(node), (cluster.op_overhead_s, 1.0))
-    return overhead + times * roofline(node, cluster, sizes)
+    computed = times * roofline(node, cluster, sizes)
+    if is_fused(node.target):
+        sent = _communication(node, cluster, mesh, sizes)
+        return overhead + max(computed, sent) + min(computed, sent) / node.args[-2]
+    return overhead + computed
+
+
+def own_transfer(node: fx.Node, cluster: Cluster, mesh: Mesh, sizes: Sizes) -> tuple[float, float]:
+    """Of an op that computes beside its transfer: seconds that the transfer takes, and those of them that are hidden
+    behind its products."""
+    overhead, times = cluster.ops.get(op_name(node), (cluster.op_overhead_s, 1.0))
+    sent = _communication(node, cluster, mesh, sizes)
+    alone = overhead + times * roofline(node, cluster, sizes)
+    return sent, sent - (seconds(node, cluster, mesh, sizes) - alone)
 
 
 def roofline(node: fx.Node, cluster: Cluster, sizes: Sizes) -> float:
@@ -116,7 +145,10 @@ def launch(node: fx.Node, cluster: Cluster, mesh: Mesh, sizes: Sizes) -> float:
 def _communication(node: fx.Node, cluster: Cluster, mesh: Mesh, sizes: Sizes) -> float:
     entry = collective(node.target)
     assert entry is not None
-    return transfer(entry.primitive, wire(node, mesh, sizes), group_key(node), cluster, mesh)
+    primitive = {"gather_products": "all_gather", "products_scatter": "reduce_scatter"}.get(
+        entry.primitive, entry.primitive
+    )
+    return transfer(primitive, wire(node, mesh, sizes), group_key(node), cluster, mesh)
 
 
 def transfer(primitive: str, sent: float, key: str, cluster: Cluster, mesh: Mesh) -> float:

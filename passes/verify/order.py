@@ -3,6 +3,7 @@
 1. The graph is a straight line of calls: every rank that runs it issues the same collectives in the same order over
    each group.  (``collective_order`` states it; ranks compare its digest before the first step.)
 2. Every start has exactly one wait, a wait waits for a start, and nothing else reads what a start returns (but sizes).
+   An op that is over when it returns (``collectives.FUSED``) has none, and is a collective like any other for the rest.
 3. A collective names a group of the mesh, of the right size.
 4. Exchanges of tokens share no communicator with anything else.
 5. Scheduling changed no dataflow: the same nodes, with the same operands, in another order (``check_same_dataflow``).
@@ -38,6 +39,7 @@ def check_order(graph: fx.Graph, mesh: Mesh) -> None:
         _check_group(node, mesh)
         if is_start(node.target):
             _check_wait(node)
+        if entry.communicates:
             users[group_of(node)].setdefault(entry.primitive in EXCHANGES, node)
     for key, by in users.items():  # 4
         if len(by) > 1:
@@ -67,10 +69,12 @@ def collective_order(graph: fx.Graph) -> dict[str, list[str]]:
     """Communicator -> the collectives that a rank issues over it, in order, with what each moves."""
     found: dict[str, list[str]] = defaultdict(list)
     for node in graph.nodes:
-        if node.op == "call_function" and is_start(node.target):
+        entry = collective(node.target) if node.op == "call_function" else None
+        if entry is not None and entry.communicates:
             val = node.meta.get("val")
-            shape = f"{val.dtype}{[str(s) for s in val.shape]}" if isinstance(val, torch.Tensor) else ""
-            found[group_of(node)].append(f"{collective(node.target).kind} {node.name} {shape}")  # type: ignore[union-attr]
+            vals = [v for v in (val if isinstance(val, (tuple, list)) else [val]) if isinstance(v, torch.Tensor)]
+            shape = " ".join(f"{v.dtype}{[str(s) for s in v.shape]}" for v in vals)
+            found[group_of(node)].append(f"{entry.kind} {node.name} {shape}")
     return dict(found)
 
 

@@ -13,7 +13,7 @@ from torch import fx
 
 from moec.passes.chunks.types import blocks_of, chunk_types
 from moec.passes.shard.convert import dealt_blocks
-from moec.passes.shard.rule import differentiable, is_getitem, operands
+from moec.passes.shard.rule import Rule, differentiable, is_getitem, operands
 from moec.passes.shard.rules import is_creation, rule_for
 from moec.passes.shard.solve import Operand, solve
 from moec.passes.units import packed_types
@@ -25,6 +25,7 @@ from moec.program import Program, op_name
 from moec.runtime.collectives import (
     CARRY_PARAMETERS,
     CONVERSIONS,
+    FUSED,
     LOW_GATHER,
     MAXIMA,
     TABLE,
@@ -94,6 +95,8 @@ def derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
         return _convert(program, node, derived[node.args[0]], entry)
     if entry is not None and entry.kind in (*CONVERSIONS, *MAXIMA):
         return _convert(program, node, derived[node.args[0]], entry)
+    if entry is not None and entry.primitive in FUSED:
+        return _with_products(program, node, derived, entry)
     ops = operands(node)
     types = [derived[o] if o.meta["grad"] else _neutral(derived[o]) for o in ops]
     if name in ("moec.pack", "moec.pack_empty"):
@@ -128,13 +131,7 @@ def derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
         if is_creation(node):
             on_axis = [Operand(R, True)] * len(ops)  # an operand is metadata
         targets, results = solve(rule, on_axis, frozenset(made))
-        for o, want in zip(on_axis, targets, strict=True):
-            same = o.type == want or (o.neutral and o.type.kind in "IR" and want.kind in "IR")
-            if not same:
-                raise MoecError(
-                    f"{node.format_node()} needs an operand of type {want} on {axis}, and gets {o.type}",
-                    where=node.meta.get("where", ""),
-                )
+        _require(node, axis, on_axis, targets)
         for r, t in zip(out, results, strict=True):
             r[axis] = t
     if name in ("aten.split", "aten.split_with_sizes"):
@@ -144,6 +141,16 @@ def derive(program: Program, node: fx.Node, derived) -> Types | list[Types]:
             for r in out
         ]
     return out if isinstance(node.meta["val"], (tuple, list)) else out[0]
+
+
+def _require(node: fx.Node, axis: str, ops: list[Operand], targets: list[Type]) -> None:
+    for o, want in zip(ops, targets, strict=True):
+        same = o.type == want or (o.neutral and o.type.kind in "IR" and want.kind in "IR")
+        if not same:
+            raise MoecError(
+                f"{node.format_node()} needs an operand of type {want} on {axis}, and gets {o.type}",
+                where=node.meta.get("where", ""),
+            )
 
 
 def _convert(
@@ -164,6 +171,31 @@ def _convert(
                 f"{node.name} ({entry.kind}) is fed {source[axis]} on {axis}", where=node.meta.get("where", "")
             )
         out[axis] = becomes if entry.dest == "S" else Type(entry.dest)
+    return out
+
+
+def _with_products(program: Program, node: fx.Node, derived, entry) -> Types | list[Types]:
+    """The types of the transfer and of the products, one after the other."""
+    x, dim = node.args[0], node.args[2]
+    if entry.primitive == "gather_products":
+        whole = _convert(program, node, derived[x], TABLE["s_to_r"], x, dim)
+        return [whole, *(_product(program, node, (x, whole), (w, derived[w])) for w in node.args[1])]
+    w = node.args[1]
+    return _convert(program, node, _product(program, node, (x, derived[x]), (w, derived[w])), TABLE["p_to_s"], x, dim)
+
+
+def _product(program: Program, node: fx.Node, *ops: tuple[fx.Node, Types]) -> Types:
+    """Of ``linear`` of two operands, given with their types."""
+    lead = tuple(f"b{i}" for i in range(ops[0][0].meta["val"].ndim - 1))
+    rule = Rule(((*lead, "k"), ("n", "k")), ((*lead, "n"),))
+    out: Types = {}
+    for axis in program.mesh.names:
+        on = [
+            Operand((t if o.meta["grad"] else _neutral(t))[axis], not o.meta["grad"], o.op == "placeholder")
+            for o, t in ops
+        ]
+        targets, (out[axis],) = solve(rule, on)
+        _require(node, axis, on, targets)
     return out
 
 
