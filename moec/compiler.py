@@ -3,8 +3,8 @@
 capture → normalize → causal_attention → raise_moe → raise_router → configure_router (where asked for) → statistics
 → shard → redundant → bundle → cast_bf16, fsdp, chunk_experts, pipeline_tp, cast_fp8, commute_quantise, units,
 use_transformer_engine (where asked for) → fuse_router, fuse_experts, fuse_quantise (of FP8), fuse_permute,
-fuse_cross_entropy, fuse_norm (unless turned off) → lower → expand, rejoin (where layers are equal) → bind to process
-groups → ParallelModule
+fuse_cross_entropy, fuse_norm (unless turned off) → fuse_tp (where asked for) → lower → expand, rejoin (where layers are
+equal) → bind to process groups → ParallelModule
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from moec.passes.fuse_norm import fuse_norm
 from moec.passes.fuse_permute import fuse_permute
 from moec.passes.fuse_quantise import fuse_quantise
 from moec.passes.fuse_router import fuse_router
+from moec.passes.fuse_tp import fuse_tp
 from moec.passes.joint import JointGraphs, joint_graphs
 from moec.passes.joint.storages import note_storages
 from moec.passes.lower import bind, group_keys, lower
@@ -65,6 +66,7 @@ from moec.program import Program
 from moec.runtime.errors import MoecError
 from moec.runtime.groups import Groups
 from moec.schedule import schedule
+from moec.symmetric import settled
 
 __all__ = [
     "PIPELINE", "JointGraphs", "compile_program", "expand", "expanded", "joint_graphs", "note_storages", "parallelize",
@@ -74,7 +76,7 @@ __all__ = [
 PIPELINE: tuple[Pass, ...] = (
     normalize, causal_attention, raise_moe, raise_router, configure_router, statistics, shard, redundant, bundle,
     cast_bf16, fsdp, chunk_experts, pipeline_tp, cast_fp8, commute_quantise, units, use_transformer_engine, fuse_router,
-    fuse_experts, fuse_quantise, fuse_permute, fuse_cross_entropy, fuse_norm, lower,
+    fuse_experts, fuse_quantise, fuse_permute, fuse_cross_entropy, fuse_norm, fuse_tp, lower,
 )  # fmt: skip
 
 
@@ -177,11 +179,15 @@ def parallelize(
             bare, plan, world, args, kwargs, training=training, loss_fn=loss_fn, dump=dump, shapes=shapes
         )
 
-    # Nothing up to here and in the next lines communicates, so whatever goes wrong, no rank waits for another one.
+    gpus = _on_gpus(world)
+    if gpus:  # ranks tell each other what they have (``settled``), all of them or none
+        agree(f"plan {plan.to_dict()}", _problem(plan, world), "parallelize")
+    # Nothing else up to here and in the next lines communicates, so whatever goes wrong, no rank waits for another one.
     first, error = None, None
     try:
         _needs_a_world(plan, world)
         plan.validate(world)
+        plan = settled(plan, gpus)
         if not args and not kwargs:
             args, kwargs = dummy_examples(model, training=model.training)
         shapes = call_shapes(model, args, kwargs)
@@ -208,6 +214,18 @@ def parallelize(
         return bind(program, {k: groups.name(k) for k in keys})
 
     return ParallelModule(model, bind_fn(first), groups, compile_fn, args, kwargs, bind_fn)
+
+
+def _on_gpus(world: int) -> bool:
+    return world > 1 and "nccl" in str(dist.get_backend())
+
+
+def _problem(plan: Plan, world: int) -> Exception | None:
+    try:
+        plan.validate(world)
+    except Exception as e:
+        return e
+    return None
 
 
 def _needs_a_world(plan: Plan, world: int) -> None:

@@ -1,8 +1,8 @@
 """Overlap: what a plan does to hide communication behind computation (``Plan.overlap``).  None of it changes values.
 
-A batch is cut into token chunks around each block of experts, and all-gathers and reduce-scatters of sequence
-parallelism into pieces beside their products (logical passes: autograd derives the backward); then the forward and
-the backward graph are put into the order in which transfers run beside what does not need them.
+A batch is cut into token chunks around each block of experts; all-gathers and reduce-scatters of sequence parallelism
+become pieces beside their products, or one op with them (logical passes: autograd derives the backward); then the
+forward and the backward graph are put into the order in which transfers run beside what does not need them.
 
 Chunked programs compute the same sums in another order: they agree with unchunked ones as closely as the dtype rounds.
 With the same chunks, a scheduled and an unscheduled program are equal bit by bit.
@@ -42,6 +42,11 @@ class Overlap:
     """Bound of the scheduled program's peak memory, in 10⁹ bytes a rank; None: no bound."""
     pipeline_tp: int = 1
     """Pieces of each all-gather → product and product → reduce-scatter of sequence parallelism."""
+    symmetric_memory: bool | Literal["auto"] = "auto"
+    """Make one op of each of these transfers and its products (``passes/fuse_tp.py``): on GPUs torch's, in which ranks
+    read each other's memory part by part while they multiply; ``pipeline_tp`` then cuts nothing.  ``auto``: where
+    ``moec.parallelize`` finds GPUs that can read each other in every tp group.  True: anywhere; an error on GPUs that
+    lack it, on a CPU the transfer and the products one after the other.  False: never."""
     cluster: str = "cpu2-1gbit"
     """The machines that times are estimated for: a preset's name, or the path of a data file."""
 
@@ -80,6 +85,8 @@ class Overlap:
         ]
         if not isinstance(self.schedule, bool):
             problems.append(f"schedule={self.schedule!r} is not a bool")
+        if self.symmetric_memory != "auto" and not isinstance(self.symmetric_memory, bool):
+            problems.append(f"symmetric_memory={self.symmetric_memory!r} is not a bool or 'auto'")
         if not isinstance(self.cluster, str) or not self.cluster:
             problems.append(f"cluster={self.cluster!r} is neither a preset's name nor a path")
         return problems

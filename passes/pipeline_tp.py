@@ -87,10 +87,13 @@ CONTRACT = PassContract(
     provides=frozenset({"pipelined_tp"}),
     conflicts_with=frozenset({"pipelined_tp", "lowered"}),
 )
-pipeline_tp = Pass(
-    CONTRACT,
-    _run,
-    applies=lambda plan: (
-        plan.overlap is not None and plan.overlap.pipeline_tp > 1 and plan.sequence_parallel and plan.tp > 1
-    ),
-)
+
+
+def _applies(plan: Plan) -> bool:
+    if plan.overlap is None or plan.overlap.pipeline_tp == 1 or not plan.sequence_parallel or plan.tp == 1:
+        return False
+    # Where ``fuse_tp`` makes one op of a transfer and its products, that is in parts already; it leaves FP8 alone.
+    return plan.overlap.symmetric_memory is not True or (plan.precision is not None and plan.precision.fp8 is not None)
+
+
+pipeline_tp = Pass(CONTRACT, _run, applies=_applies)

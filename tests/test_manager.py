@@ -58,7 +58,7 @@ def test_the_pipeline_is_a_right_schedule() -> None:
     manager.validate_schedule({"captured"}, PIPELINE)
     names = "normalize causal_attention raise_moe raise_router configure_router statistics shard redundant bundle"
     names += " cast_bf16 fsdp chunk_experts pipeline_tp cast_fp8 commute_quantise units use_transformer_engine"
-    names += " fuse_router fuse_experts fuse_quantise fuse_permute fuse_cross_entropy fuse_norm lower"
+    names += " fuse_router fuse_experts fuse_quantise fuse_permute fuse_cross_entropy fuse_norm fuse_tp lower"
     assert " ".join(p.name for p in PIPELINE) == names
     changing = ["configure_router", "cast_fp8", "commute_quantise"]
     assert [p.name for p in PIPELINE if not p.contract.preserves_values] == changing
