@@ -124,8 +124,8 @@ class Tasks:
 
     @cached_property
     def leading(self) -> frozenset[int]:
-        """Starts that read what was computed, and the short work before them: what takes, with all up to the start (and
-        the counts that it reads), at most ``SHORT`` of its transfer's time.  Done first, it delays other work little and
+        """Starts that read what was computed, and the short work before them: what takes, with all up to the start and
+        the counts that it reads, at most ``SHORT`` of its transfer's time.  Done first, it delays other work little and
         the link works earlier."""
         left: dict[int, float] = {}  # seconds that may pass before the start
         for task in reversed(range(len(self.nodes))):
