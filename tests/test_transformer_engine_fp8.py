@@ -393,6 +393,25 @@ def test_another_transformer_engine_is_refused(monkeypatch):
         te_fp8.prove.__wrapped__("cpu", "blockwise")
 
 
+def test_the_proof_is_asked_for(te, monkeypatch):
+    """By the pass, of the plan's recipe; on a GPU that has the recipe."""
+    asked = []
+    with monkeypatch.context() as m:
+        m.setattr(te_fp8, "require", asked.append)
+        program("current", "te")
+        program("current", "eager")
+    assert asked == ["current"]
+    monkeypatch.setattr(te_fp8, "prove", lambda device, recipe: asked.append((device, recipe)))
+    te_fp8.require("mxfp8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    te_fp8.require("mxfp8")
+    te_fp8.require("rowwise")
+    te_stub.installed(monkeypatch, is_mxfp8_available=lambda return_reason: (False, "of another kind"))
+    te_fp8.require("mxfp8")
+    assert asked == ["current", (3, "mxfp8")]
+
+
 # -- Transformer Engine's own source
 
 
