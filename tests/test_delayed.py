@@ -284,6 +284,21 @@ def test_what_changes_nothing():
     assert torch.equal(resumed.eval()(*batch)["loss"], evaluated), "evaluation reads what is saved, and no more"
 
 
+def test_which_steps_a_forward_reads_amid_a_step():
+    """Behind a backward and before the optimizer's step: evaluation reads that backward's magnitudes too, the next
+    micro-batch does not, unless somebody has written the buffer meanwhile: what is loaded is whole steps."""
+    buffers, histories = {"w": torch.zeros(3, 1 + HISTORY_STEPS)}, delayed.Histories(1)
+    given = histories.enter(buffers, 0, True)["w"]
+    found = torch.tensor([1.0, 2.0, 3.0])
+    (given[:, 0] @ found).backward()
+    assert torch.equal(buffers["w"][:, 0], found)
+    assert torch.equal(histories.enter(buffers, 0, False)["w"][:, 1], found)
+    assert not histories.enter(buffers, 0, True)["w"][:, 1:].any()
+    assert torch.equal(histories.enter(buffers, 1, True)["w"][:, 1], found)
+    buffers["w"].copy_(buffers["w"].clone())
+    assert torch.equal(histories.enter(buffers, 0, True)["w"][:, 1], found)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_forward_that_is_computed_again_is_noted_once(reentrant):
     runs = []
