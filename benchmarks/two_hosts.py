@@ -134,7 +134,7 @@ def main() -> None:
         try:
             with two_hosts(args.rate) as lab:
                 for case in (BEFORE, *args.cases, AFTER):
-                    lab.torchrun(WORKER, [case, folder, str(args.rounds)], timeout=400)
+                    lab.torchrun(WORKER, [case, folder, str(args.rounds)], timeout=900)
                     if case in args.cases:
                         results[case] = summary(case, json.loads(Path(folder, f"{case}.json").read_text()))
         except LabError as e:
