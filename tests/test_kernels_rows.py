@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from interpreter import repaired
 from test_ops_permute import routings
 
-from moec.runtime.kernels import permute, softmax_rows, unpermute, unpermute_backward
+from moec.runtime.kernels import choice_dot, permute, softmax_rows, sum_choices, unpermute, unpermute_backward
 
 ops = torch.ops.moec
 DTYPES = (torch.float32, torch.bfloat16)
@@ -161,3 +161,24 @@ def test_traffic_of_a_cross_entropy():
     want = ops.cross_entropy(x, labels, -100, 0.1, 1)  # rows of more than one block
     torch.testing.assert_close((loss, lse), tuple(want), rtol=1e-5, atol=1e-5)
     assert sum(forward.unique_bytes()) <= 1.01 * x.nbytes and sum(backward.unique_bytes()) <= 2.01 * x.nbytes
+
+
+def test_choices_beyond_32_bits():
+    """Pairs times columns past 2³¹ elements, and a bias so far behind: memory that is asked for, and hardly touched."""
+    T, K, C = 3, 2, 2**29
+    row_of, rows = torch.tensor([[0, 1], [2, -1], [-1, 3]]), torch.empty(T * K, C, dtype=torch.bfloat16)
+    y, block = torch.empty(T, C, dtype=torch.bfloat16), sum_choices.block(C)
+    rows[:, :block] = torch.randn(T * K, block)
+    with repaired(overflow=True) as traffic:
+        sum_choices.kernel(K, C, rows.dtype)[(T, 1)](row_of, rows, y)  # the first columns alone
+        assert traffic.launches[0].offsets(rows)[0].max() > 2**32
+    held, first = row_of >= 0, rows[:, :block].float().view(T, K, block)
+    close = TOLERANCE[torch.bfloat16]
+    torch.testing.assert_close(y[:, :block].float(), (first * held[..., None]).sum(1), **close)
+
+    expert, grad = torch.tensor([[2**21, -1]]), torch.randn(1, 1024).bfloat16()
+    bias = torch.empty(2**21 + 1, 1024, dtype=torch.bfloat16)
+    bias[-1] = torch.randn(1024)
+    with repaired(overflow=True):
+        share = choice_dot.launch(expert, grad, bias)
+    torch.testing.assert_close(share, torch.stack([grad[0].float() @ bias[-1].float(), torch.tensor(0.0)])[None])
