@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from moec.program import Program, op_name
-from moec.runtime.collectives import TABLE, Collective, collective, is_wait
+from moec.runtime.collectives import FUSED, TABLE, Collective, collective, is_wait
 
 aten = torch.ops.aten
 
@@ -152,4 +152,4 @@ def wrong_duals(program: Program) -> Iterator[tuple[str, dict[str, Collective]]]
 def _interchangeable(dual: str, other: str) -> bool:
     """Another movement of data, of the same signature.  Kinds that move alike are one backward."""
     a, b = TABLE[dual].primitive, TABLE[other].primitive
-    return a != b and not {a, b} & {"exchange", "equal", "counts", "all_to_all", "all_reduce_max", "carry"}
+    return a != b and not {a, b} & {"exchange", "equal", "counts", "all_to_all", "all_reduce_max", "carry", *FUSED}
