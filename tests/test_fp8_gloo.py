@@ -165,6 +165,8 @@ def test_processes_train_as_simulated_ranks_and_as_one(gloo4, precision, degrees
     for what, broken in found.damaged.items():
         if "scales" in what and bytes_a_row == H:
             continue  # all ranks know the one scale
+        if "another_row" in what and precision["fp8"] == "blockwise":
+            continue  # a row has one power of two here, and normed rows have the same one
         off = apart(broken, truth[0])
         print(what, off)
         assert off[1] > 0.05, what
