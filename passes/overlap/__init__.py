@@ -58,7 +58,8 @@ def overlap(
     for module in variants:
         nodes = list(module.graph.nodes)
         play = _player(nodes, costs, params if owned else {n.name for n in nodes if n.op == "placeholder"})
-        found += [play(nodes), *map(play, _orders(nodes, costs, params))]
+        different = dict.fromkeys(map(tuple, [nodes, *_orders(nodes, costs, params)]))
+        found += [play(list(each)) for each in different]
     best = choose(found, bound)
     module = next(m for m in variants if m.graph is best.nodes[0].graph)
     before = dataflow(module.graph)
