@@ -32,7 +32,7 @@ REPEATS, WARM_UP = 3, 2
 CALIBRATIONS = ("before", "after")
 """Cases that measure the lab itself, and write ``FOLDER/CASE.yaml``."""
 
-# EP: tokens of a rank, hidden size, width of an expert, experts, choices, layers.
+# EP: sequences of a rank and tokens of each, hidden size, width of an expert, experts, choices, layers.
 SEQUENCES, LENGTH, HIDDEN, WIDTH, EXPERTS, CHOICES, LAYERS = 16, 256, 512, 384, 8, 2, 4
 # Dense: tokens of a rank, hidden size, layers; every layer is 8 H² parameters.
 TOKENS, DENSE_HIDDEN, DENSE_LAYERS = 384, 512, 16

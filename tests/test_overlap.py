@@ -10,7 +10,7 @@ import moec
 from moec import cost
 from moec.passes.overlap import choose, in_order, listing, overlap
 from moec.passes.overlap.emit import order
-from moec.passes.overlap.tasks import Costs, Tasks
+from moec.passes.overlap.tasks import SHORT, Costs, Tasks
 from moec.passes.verify.order import check_order
 from moec.runtime.collectives import TABLE, is_wait
 from moec.runtime.mesh import Mesh
@@ -203,6 +203,43 @@ def test_short_work_before_a_transfer_is_done_first():
     assert names.index("p_to_r_default") < names.index(products[0].name)
     lazy = listing.forward(tasks, [float(i) for i in range(len(tasks))], eager=False)
     assert order(nodes, tasks, lazy).index(short) > order(nodes, tasks, lazy).index(products[0])
+
+
+def test_what_rows_wait_for_counts_for_is_short_work_too():
+    """Before counts, which are nothing to hurry for by themselves."""
+    m = Maker(2048)
+    x, key = m.input("x"), MESH.key(MESH.names)
+    short = m.graph.call_function(aten.argmax.default, (x,))
+    counts = m.graph.call_function(TABLE["exchange_counts"].op, (short, 2, f"{key}#counts"))
+    wait = m.graph.call_function(WAIT, (counts,))
+    for node in (short, counts, wait):
+        node.meta["val"] = torch.empty(2, dtype=torch.int64, device="meta")
+    rows = m.made(m.graph.call_function(TABLE["all_to_all_rows"].op, (x, wait, wait, m.size, 2, key)))
+    nodes = list(m.module(m.made(m.graph.call_function(WAIT, (rows,)))).graph.nodes)
+    tasks = Tasks.of(nodes, costs(nodes[0].graph), set())
+    long, job = tasks.seconds[tasks.nodes.index(short)], tasks.job[tasks.nodes.index(counts)]
+    assert long > SHORT * tasks.seconds[job], "not for the counts' sake"
+    assert {tasks.nodes[i] for i in tasks.leading} == {short, counts, rows}
+
+
+def test_an_order_is_played_once(monkeypatch):
+    """However many ways of listing find it."""
+    from moec.passes import overlap as module
+
+    played, found, simulate, order_of = [], [], cost.simulate, module.order
+
+    def play(nodes, *how, **more):
+        played.append(tuple(nodes))
+        return simulate(nodes, *how, **more)
+
+    def listed(*of):
+        found.append(order_of(*of))
+        return found[-1]
+
+    monkeypatch.setattr(cost, "simulate", play)
+    monkeypatch.setattr(module, "order", listed)
+    scheduled(wide(3))
+    assert len(set(played)) == len(played) < len(found)
 
 
 def test_small_transfers_wait_for_the_large_ones_of_their_communicator():
