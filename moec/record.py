@@ -16,7 +16,6 @@ import json
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +96,7 @@ class _Recorder:
 
 
 def save_spans(spans: Iterable[Span], path: str | Path) -> None:
-    Path(path).write_text(json.dumps({"spans": [asdict(s) for s in spans]}))
+    Path(path).write_text(json.dumps({"spans": [s._asdict() for s in spans]}))
 
 
 def load_spans(path: str | Path) -> list[Span]:

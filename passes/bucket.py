@@ -49,21 +49,19 @@ LATENCY, SHARES = 20, 8
 PRIMITIVES = ("all_reduce", "all_gather", "reduce_scatter")
 
 
-def buckets(module: fx.GraphModule, costs: Costs, megabytes: float | Literal["auto"]) -> list[fx.GraphModule]:
+def buckets(graph: fx.Graph, costs: Costs, megabytes: float | Literal["auto"]) -> list[fx.Graph]:
     """Copies of the graph with merged collectives: one, or two of which the faster is to be taken."""
-    ways = [bucket(module, costs, megabytes)]
-    if megabytes != "auto" or not all(_fits(starts, costs) for starts in _candidates(module.graph).values()):
+    ways = [bucket(graph, costs, megabytes)]
+    if megabytes != "auto" or not all(_fits(starts, costs) for starts in _candidates(graph).values()):
         return ways  # a model that is not tiny: to schedule it twice takes long, and little would be gained
-    ways.append(bucket(module, costs, megabytes, apart=True))
-    return ways[:1] if str(ways[0].graph) == str(ways[1].graph) else ways
+    ways.append(bucket(graph, costs, megabytes, apart=True))
+    return ways[:1] if str(ways[0]) == str(ways[1]) else ways
 
 
-def bucket(
-    module: fx.GraphModule, costs: Costs, megabytes: float | Literal["auto"], apart: bool = False
-) -> fx.GraphModule:
+def bucket(whole: fx.Graph, costs: Costs, megabytes: float | Literal["auto"], apart: bool = False) -> fx.Graph:
     """A copy of the graph with merged collectives.  ``apart``: what fits one bucket (all do) may be several."""
     graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
+    graph.output(graph.graph_copy(whole, {}))
     for key, starts in _candidates(graph).items():  # 1
         limit = _limit(starts, costs) if megabytes == "auto" else int(megabytes * 1e6)
         parts = [starts]
@@ -74,7 +72,7 @@ def bucket(
                 _Bucket(graph, key[0], members).merge()  # 3
     _sort(graph)
     graph.lint()
-    return fx.GraphModule(module, graph)
+    return graph
 
 
 def _limit(starts: list[fx.Node], costs: Costs) -> int:

@@ -23,14 +23,16 @@ ROWS = {moec.experts_backward.default: 2, moec.experts_rows_backward.default: 1}
 The last argument says which are needed."""
 
 
-def split_experts(module: fx.GraphModule) -> fx.GraphModule | None:
+def split_experts(whole: fx.Graph) -> fx.Graph | None:
     """A copy of the graph, or None if there is nothing to split."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    found = [n for n in graph.nodes if n.op == "call_function" and n.target in ROWS and _both(n)]
+    found = [n for n in whole.nodes if n.op == "call_function" and n.target in ROWS and _both(n)]
+    if not found:
+        return None
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(whole, copies))
     for node in found:
-        _split(graph, node)
-    return fx.GraphModule(module, graph) if found else None
+        _split(graph, copies[node])
+    return graph
 
 
 def _both(node: fx.Node) -> bool:

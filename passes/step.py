@@ -61,28 +61,28 @@ def finish(
     bound = None if options.memory_gb is None else int(options.memory_gb * 1e9)
     saved = tuple(n.name for n in graphs.backward.graph.find_nodes(op="placeholder") if n.name.startswith("saved_"))
 
-    def finished(module: fx.GraphModule, is_backward: bool = False) -> fx.GraphModule:  # 3
+    def finished(root: fx.GraphModule, graph: fx.Graph, is_backward: bool = False) -> fx.GraphModule:  # 3
         costs = Costs(cluster, program.mesh, sizes)
-        variants = [module] if options.bucket_mb is None else buckets(module, costs, options.bucket_mb)
-        module = variants[0]
+        variants = [graph] if options.bucket_mb is None else buckets(graph, costs, options.bucket_mb)
+        graph = variants[0]
         if options.schedule:
             owned = {f"saved_{p}" for p in params} if is_backward else params
             variants += [apart for v in variants if (apart := split_experts(v)) is not None]
-            module = overlap(variants, costs, owned, is_backward, bound)
-        check_order(module.graph, program.mesh)
-        return module
+            graph = overlap(variants, costs, owned, is_backward, bound)
+        check_order(graph, program.mesh)
+        return fx.GraphModule(root, graph)
 
     made: dict[Given, fx.GraphModule] = {}
 
     def backward_for(given: Given) -> fx.GraphModule:  # 2
         if given not in made:
             absent = {f"tangent_{i}" for i in graphs.differentiable if i not in given}
-            made[given] = finished(without(graphs.backward, absent), is_backward=True)
+            made[given] = finished(graphs.backward, without(graphs.backward.graph, absent), is_backward=True)
         return made[given]
 
     step = Step(
-        finished(graphs.forward),
-        finished(_inference(graphs)),
+        finished(graphs.forward, graphs.forward.graph),
+        finished(graphs.forward, _inference(graphs)),
         graphs.num_outputs,
         saved,
         graphs.differentiable,
@@ -97,12 +97,12 @@ def finish(
     return step
 
 
-def _inference(graphs: JointGraphs) -> fx.GraphModule:
+def _inference(graphs: JointGraphs) -> fx.Graph:
     graph = fx.Graph()
     results = graph.graph_copy(graphs.forward.graph, {})
     graph.output(results[: graphs.num_outputs])
     graph.eliminate_dead_code()
-    return fx.GraphModule(graphs.forward, graph)
+    return graph
 
 
 def _keys(module: fx.GraphModule) -> set[str]:

@@ -108,7 +108,7 @@ def test_what_nobody_waits_for_is_part_of_the_step():
 @pytest.mark.parametrize(
     ("fault", "broken"),
     [
-        ("_sharing", lambda clock: dict.fromkeys(("comm:dp_edp", "comm:tp_etp", "cable"), 1)),
+        ("_sharing", lambda clock, job: 1),
         ("wait", lambda clock, job: None),
         ("_begin", lambda clock, stream: _all_at_once(clock, stream)),
     ],

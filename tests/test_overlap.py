@@ -9,7 +9,7 @@ from torch import fx
 import moec
 from moec import cost
 from moec.passes.overlap import choose, in_order, listing, overlap
-from moec.passes.overlap.emit import order
+from moec.passes.overlap.emit import Links, order
 from moec.passes.overlap.tasks import SHORT, Costs, Tasks
 from moec.passes.verify.order import check_order
 from moec.runtime.collectives import TABLE, is_wait
@@ -52,7 +52,7 @@ class Maker:
 
 
 def scheduled(module: fx.GraphModule, bound: int | None = None) -> list[fx.Node]:
-    return list(overlap([module], costs(module.graph), set(), True, bound).graph.nodes)
+    return list(overlap([module.graph], costs(module.graph), set(), True, bound).nodes)
 
 
 def time_of(nodes) -> cost.Timeline:
@@ -138,14 +138,14 @@ def test_a_windows_width_bounds_what_runs_ahead():
         """How far, in seconds of compute, something runs ahead of the first task that has not run."""
         base = [sum(tasks.seconds[:i]) for i in range(len(tasks.nodes))]
         number, waiting, ahead = {n: i for i, n in enumerate(tasks.nodes)}, set(range(len(tasks.nodes))), 0.0
-        for node in order(nodes, tasks, listing.forward(tasks, late, window)):
+        for node in order(Links.of(nodes), tasks, listing.forward(tasks, late, window)):
             if node in number:
                 ahead = max(ahead, base[number[node]] - base[min(waiting)])
                 waiting.remove(number[node])
         return ahead
 
     assert furthest(compute / 8) <= compute / 8 < furthest(float("inf"))
-    exact = order(nodes, tasks, listing.forward(tasks, late, 0.0))
+    exact = order(Links.of(nodes), tasks, listing.forward(tasks, late, 0.0))
     heavy = set(tasks.nodes)
     assert [n for n in exact if n in heavy] == tasks.nodes  # no window: the order of the graph
 
@@ -199,10 +199,11 @@ def test_short_work_before_a_transfer_is_done_first():
     nodes = list(m.module(sent, *products).graph.nodes)
     tasks = Tasks.of(nodes, costs(nodes[0].graph), set())
     assert {tasks.nodes[i] for i in tasks.leading} == {short, sent.args[0]}
-    names = [n.name for n in order(nodes, tasks, listing.forward(tasks, [float(i) for i in range(len(tasks))]))]
+    links, as_they_are = Links.of(nodes), [float(i) for i in range(len(tasks))]
+    names = [n.name for n in order(links, tasks, listing.forward(tasks, as_they_are))]
     assert names.index("p_to_r_default") < names.index(products[0].name)
-    lazy = listing.forward(tasks, [float(i) for i in range(len(tasks))], eager=False)
-    assert order(nodes, tasks, lazy).index(short) > order(nodes, tasks, lazy).index(products[0])
+    lazy = order(links, tasks, listing.forward(tasks, as_they_are, eager=False))
+    assert lazy.index(short) > lazy.index(products[0])
 
 
 def test_what_rows_wait_for_counts_for_is_short_work_too():
@@ -276,6 +277,5 @@ def test_work_grows_linearly(monkeypatch):
 
 
 def test_an_order_of_nodes_is_a_graph_of_them():
-    module = wide(3)
-    again = in_order(module, list(module.graph.nodes))
-    assert str(again.graph) == str(module.graph)
+    graph = wide(3).graph
+    assert str(in_order(list(graph.nodes))) == str(graph)

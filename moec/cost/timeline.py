@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
 
 from torch import fx
 
@@ -26,8 +28,7 @@ from moec.runtime.mesh import Mesh
 __all__ = ["COMPUTE", "Span", "Timeline", "predict", "simulate"]
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """What ``node`` did on ``stream`` from ``start_s`` to ``end_s``."""
 
     node: str
@@ -37,7 +38,7 @@ class Span:
     where: str = ""
 
     def later(self, seconds: float) -> Span:
-        return replace(self, start_s=self.start_s + seconds, end_s=self.end_s + seconds)
+        return self._replace(start_s=self.start_s + seconds, end_s=self.end_s + seconds)
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Timeline:
 class _Job:
     node: fx.Node
     stream: str
+    link: str
     left: float
     """Seconds of the link's whole attention."""
     began: float = 0.0
@@ -81,9 +83,9 @@ class _Job:
 class _Clock:
     """Time, and the collectives that run meanwhile."""
 
-    def __init__(self, link: Callable[[str], str], at_once: int, comm_share: float) -> None:
+    def __init__(self, at_once: int, comm_share: float) -> None:
         self.now = 0.0
-        self.link, self.at_once, self.comm_share = link, at_once, comm_share
+        self.at_once, self.comm_share = at_once, comm_share
         self.running: list[_Job] = []
         self.queues: dict[str, deque[_Job]] = defaultdict(deque)
         self.spans: list[Span] = []
@@ -125,22 +127,18 @@ class _Clock:
             job.began = self.now
             self.running.append(job)
 
-    def _sharing(self) -> dict[str, int]:
-        users: dict[str, int] = defaultdict(int)
-        for job in self.running:
-            users[self.link(job.stream)] += 1
-        return users
+    def _sharing(self, job: _Job) -> int:
+        return sum(j.link == job.link for j in self.running)
 
     def _next(self) -> float:
         """Seconds until a collective ends."""
-        users = self._sharing()
-        return min((j.left * users[self.link(j.stream)] for j in self.running), default=float("inf"))
+        return min((j.left * self._sharing(j) for j in self.running), default=float("inf"))
 
     def _pass(self, step: float) -> None:
-        users, self.now = self._sharing(), self.now + step
+        self.now += step
         ended = []
         for job in self.running:
-            share = users[self.link(job.stream)]
+            share = self._sharing(job)
             if job.left * share <= step:
                 ended.append(job)
             job.left -= step / share
@@ -170,7 +168,8 @@ def simulate(
     ``host``: who launches it, if not the one who computes it.
     ``link``: of a stream, which of the links its collectives share with others (default: each stream has its own).
     ``storages`` and ``kept``: for ``peak_bytes`` (see :meth:`Storages.profile`); without them it is 0."""
-    clock = _Clock(link, at_once, comm_share)
+    clock = _Clock(at_once, comm_share)
+    links = cache(link)
     jobs: dict[fx.Node, _Job] = {}
     waits: list[Span] = []
     compute = idle = launched = 0.0  # launched: until when the host is busy
@@ -188,7 +187,8 @@ def simulate(
         if start:
             clock.compute(took)
             compute += took
-            jobs[node] = _Job(node, stream(node), seconds(node))
+            where = stream(node)
+            jobs[node] = _Job(node, where, links(where), seconds(node))
             clock.enqueue(jobs[node])
         elif is_wait(node.target) and node.args[0] in jobs:
             job = jobs[node.args[0]]

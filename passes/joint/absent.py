@@ -31,10 +31,10 @@ _PRODUCTS = frozenset({aten.mul.Tensor, aten.mm.default, aten.bmm.default})
 _SUMS = frozenset({aten.add.Tensor})
 
 
-def without(module: fx.GraphModule, absent: set[str]) -> fx.GraphModule:
+def without(backward: fx.Graph, absent: set[str]) -> fx.Graph:
     """A copy of a backward graph for tangents (by name of the placeholder) that are absent."""
     graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
+    graph.output(graph.graph_copy(backward, {}))
     zeros: set[fx.Node] = set()
     for node in list(graph.nodes):
         if node.op == "placeholder":
@@ -51,7 +51,7 @@ def without(module: fx.GraphModule, absent: set[str]) -> fx.GraphModule:
     for node in graph.find_nodes(op="placeholder"):
         if not node.users:
             graph.erase_node(node)
-    return fx.GraphModule(module, graph)
+    return graph
 
 
 def _absent(node: fx.Node, zeros: set[fx.Node]) -> bool:

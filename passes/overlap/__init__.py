@@ -27,7 +27,7 @@ from torch import fx
 
 from moec import cost
 from moec.passes.overlap import listing
-from moec.passes.overlap.emit import order
+from moec.passes.overlap.emit import Links, order
 from moec.passes.overlap.tasks import Costs, Tasks
 from moec.passes.verify.order import check_same_dataflow, dataflow
 from moec.runtime.errors import MoecError
@@ -48,23 +48,21 @@ class Scheduled:
 
 
 def overlap(
-    variants: Sequence[fx.GraphModule], costs: Costs, params: set[str], owned: bool, bound: int | None
-) -> fx.GraphModule:
+    variants: Sequence[fx.Graph], costs: Costs, params: set[str], owned: bool, bound: int | None
+) -> fx.Graph:
     """The best order of the best of these graphs, which compute the same.  ``params``: placeholders of parameters;
     ``owned``: are the other placeholders the graph's alone?  ``bound``: bytes that may be alive at once.
 
     Raises MoecError if no order stays below the bound."""
     found: list[Scheduled] = []
-    for module in variants:
-        nodes = list(module.graph.nodes)
+    for graph in variants:
+        nodes = list(graph.nodes)
         play = _player(nodes, costs, params if owned else {n.name for n in nodes if n.op == "placeholder"})
         different = dict.fromkeys(map(tuple, [nodes, *_orders(nodes, costs, params)]))
         found += [play(list(each)) for each in different]
     best = choose(found, bound)
-    module = next(m for m in variants if m.graph is best.nodes[0].graph)
-    before = dataflow(module.graph)
-    out = in_order(module, best.nodes)
-    check_same_dataflow(before, out.graph)
+    out = in_order(best.nodes)
+    check_same_dataflow(dataflow(best.nodes[0].graph), out)
     return out
 
 
@@ -86,16 +84,17 @@ def _orders(nodes: list[fx.Node], costs: Costs, params: set[str]) -> Iterator[li
     tasks = Tasks.of(nodes, costs, params)  # 1
     if not tasks.job:
         return
+    links = Links.of(nodes)
     compute = sum(tasks.seconds[: len(tasks.nodes)])
     for eager in (True, False):  # 2
         times = listing.forward(tasks, [float(i) for i in range(len(tasks))], eager=eager)
-        yield order(nodes, tasks, times)
+        yield order(links, tasks, times)
         for _ in range(ROUNDS):
             urgency = _ahead(tasks, listing.backward(tasks, times))
             times = listing.forward(tasks, urgency, eager=eager)
-            yield order(nodes, tasks, times)
+            yield order(links, tasks, times)
         for window in WINDOWS[1:]:
-            yield order(nodes, tasks, listing.forward(tasks, urgency, window * compute, eager))
+            yield order(links, tasks, listing.forward(tasks, urgency, window * compute, eager))
 
 
 def _ahead(tasks: Tasks, urgency: list[float]) -> list[float]:
@@ -127,11 +126,11 @@ def _player(nodes: list[fx.Node], costs: Costs, kept: set[str]) -> Callable[[lis
     return play
 
 
-def in_order(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> fx.GraphModule:
-    """A copy of the graph with its nodes in this order."""
+def in_order(nodes: Sequence[fx.Node]) -> fx.Graph:
+    """A copy of these nodes' graph with its nodes in this order."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         env[node] = graph.node_copy(node, env.__getitem__)
     graph.lint()
-    return fx.GraphModule(module, graph)
+    return graph

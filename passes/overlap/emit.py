@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop
 
 import torch
@@ -23,12 +24,27 @@ from moec.runtime.collectives import is_wait
 SURELY = 4
 
 
-def order(nodes: Sequence[fx.Node], tasks: Tasks, times: Times) -> list[fx.Node]:
+@dataclass(frozen=True)
+class Links:
+    """What ties the nodes of a graph to each other; all orders of it have the same."""
+
+    nodes: Sequence[fx.Node]
+    operands: dict[fx.Node, tuple[fx.Node, ...]]
+    parts: dict[fx.Node, tuple[fx.Node, ...]]
+    """Node -> parts of it, and sizes of it."""
+
+    @staticmethod
+    def of(nodes: Sequence[fx.Node]) -> Links:
+        parts = {n: tuple(u for u in n.users if u.target is operator.getitem or _is_number(u)) for n in nodes}
+        return Links(nodes, {n: tuple(n.all_input_nodes) for n in nodes}, parts)
+
+
+def order(links: Links, tasks: Tasks, times: Times) -> list[fx.Node]:
+    nodes = links.nodes
     out = [n for n in nodes if n.op in ("placeholder", "get_attr")]
-    writer = _Writer(out)
+    writer = _Writer(links, out)
     sequence = sorted(range(len(tasks.nodes)), key=lambda i: (times.start[i], times.end[i], i))  # 1
-    final = tasks.final()
-    over = [(times.end[j] + SURELY * tasks.seconds[j], s) for s, j in tasks.job.items() if s in final]
+    over = [(times.end[j] + SURELY * tasks.seconds[j], s) for s, j in tasks.job.items() if s in tasks.final]
     heapify(over)
     for node in list(out):
         writer.parts_of(node)
@@ -42,8 +58,8 @@ def order(nodes: Sequence[fx.Node], tasks: Tasks, times: Times) -> list[fx.Node]
 
 
 class _Writer:
-    def __init__(self, out: list[fx.Node]) -> None:
-        self.out = out
+    def __init__(self, links: Links, out: list[fx.Node]) -> None:
+        self.links, self.out = links, out
         self.written = set(out)
 
     def write(self, node: fx.Node) -> None:
@@ -54,7 +70,7 @@ class _Writer:
             if now in self.written:
                 todo.pop()
                 continue
-            missing = [a for a in now.all_input_nodes if a not in self.written]
+            missing = [a for a in self.links.operands[now] if a not in self.written]
             todo += reversed(missing)
             if not missing:
                 todo.pop()
@@ -79,10 +95,9 @@ class _Writer:
         self.parts_of(node)
 
     def parts_of(self, node: fx.Node) -> None:
-        for user in node.users:
-            alone = all(a in self.written for a in user.all_input_nodes)
-            if user not in self.written and alone and (user.target is operator.getitem or _is_number(user)):
-                self._append(user)
+        for part in self.links.parts[node]:
+            if part not in self.written and self.written.issuperset(self.links.operands[part]):
+                self._append(part)
 
 
 def _is_number(node: fx.Node) -> bool:

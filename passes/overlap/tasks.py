@@ -138,14 +138,15 @@ class Tasks:
                 left[task] = most
         return frozenset(left)
 
-    def final(self) -> set[int]:
+    @cached_property
+    def final(self) -> frozenset[int]:
         """Starts that no other communication waits for: reductions of gradients."""
         leads: set[int] = set()
         for node in reversed(range(len(self.nodes))):
             after = [*self.dag.succ[node], *self.dag.succ[self.job[node]]] if node in self.job else self.dag.succ[node]
             if any(i in leads or i in self.job for i in after):
                 leads.add(node)
-        return self.job.keys() - leads
+        return frozenset(self.job.keys() - leads)
 
     def __len__(self) -> int:
         return len(self.seconds)
