@@ -20,15 +20,18 @@ results, on their way back                 rounded      E4M3
 gradients of results                       rounded      the recipe's for gradients (E5M2 of ``current``, else E4M3)
 gradients of tokens                                     never rounded: they are added up, in the dtype of tokens
 =========================== ============== ============ ==========================================================
+
+``delayed`` rounds tokens by the history of the experts' first products, so these must be in FP8.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from moec.runtime.errors import MoecError
+from moec.runtime.fp8 import Recipe
 
 COMPUTE = ("fp32", "bf16")
 RECIPES = ("delayed", "current", "rowwise", "blockwise", "mxfp8")
@@ -48,8 +51,8 @@ class Precision:
     fp8: str | None = None
     """``delayed``, ``current``, ``rowwise``, ``blockwise`` or ``mxfp8``; None: no FP8."""
     dispatch: str | None = None
-    """What tokens travel to their experts as: ``bf16`` or ``fp8`` (with scales: of the recipe, or ``blockwise`` where
-    ``fp8`` names none); None: what the experts read."""
+    """What tokens travel to their experts as: ``bf16`` or ``fp8`` (of the recipe, or ``blockwise`` where ``fp8`` names
+    none, with the scales that a row has of its own); None: what the experts read."""
     combine: str | None = None
     """What experts' results, and in the backward their gradients, travel as: ``bf16``, ``fp8`` (of a recipe whose rows
     have scales of their own), or None: in the dtype they are computed in."""
@@ -75,7 +78,9 @@ class Precision:
 
     def payload(self, what: str) -> str:
         """The payload (``moec.runtime.fp8.payload``) of ``dispatch`` or ``combine``, which is not None."""
-        return "bf16" if getattr(self, what) == "bf16" else self.fp8 or DEFAULT_RECIPE
+        if getattr(self, what) == "bf16":
+            return "bf16"
+        return replace(Recipe.parse(self.fp8 or DEFAULT_RECIPE), margin=self.margin).text()
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Precision:
@@ -105,11 +110,6 @@ class Precision:
         if self.combine == "fp8" and self.fp8 in ("delayed", "current"):
             problems.append(
                 f"combine='fp8' rounds gradients row by row, and fp8={self.fp8!r} has one scale for a whole tensor"
-            )
-        if self.dispatch == "fp8" and self.fp8 == "delayed":
-            problems.append(
-                "dispatch='fp8' quantises tokens by themselves, and fp8='delayed' by what past steps were like; "
-                "dispatch='bf16' travels with any recipe"
             )
         if self.fp8 is None and self.exclude != ENDS:
             problems.append(f"exclude={self.exclude!r} without an fp8 recipe")

@@ -40,11 +40,11 @@ def past_of(program: Program, at: fx.Node, quantise: fx.Node, part: fx.Node) -> 
 
 
 def learn(program: Program, at: fx.Node, readers: list[fx.Node], part: fx.Node) -> None:
-    """Of ``readers`` of a value, those that learn how large it is do so of ``part``, before ``at``."""
+    """Of ``readers`` of a value, those that learn how large it is do so of ``part``, all of it, before ``at``."""
     made: dict[tuple, fx.Node] = {}
     for amax in [n for n in readers if op_name(n) == "moec.amax"]:
         if any(op_name(user) == "moec.note_amax" for user in amax.users):
-            how = amax.args[1:]
+            how = (None, *amax.args[2:])
             if how not in made:
                 made[how] = typed(program, at, amax.target, part, *how)
                 made[how].meta["grad"] = False

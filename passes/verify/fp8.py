@@ -138,7 +138,8 @@ class _OnAxis:
         return self.on(x)
 
     def history(self, x: fx.Node) -> None:
-        if self.on(x) != I:
+        """The same on all ranks; of evaluation, where nothing has a gradient, R says so too."""
+        if self.on(x) != I and (x.meta["grad"] or self.on(x) != R):
             raise MoecError(
                 f"{self.node.format_node()} reads a history of type {self.on(x)} on {self.axis}, not {I}",
                 where=self.node.meta.get("where", ""),
