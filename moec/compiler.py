@@ -107,7 +107,9 @@ def compile_program(
     def passed(captured: Program, plan: Plan, first: int = 0, **how: Any) -> Program:
         passes = (*PIPELINE, expand, rejoin) if captured.repeats else PIPELINE
         program = manager.run(captured, plan, passes[first:], **how)
-        if plan.overlap is not None:
+        if plan.overlap is not None and not training and plan.precision is not None and plan.precision.fp8 is not None:
+            program.why_not.append("what FP8 evaluates has no backward: it runs in the graph's own order")
+        elif plan.overlap is not None:
             program.step = make_step(program, plan, program_shapes(model, program, known))
         return program
 

@@ -23,6 +23,7 @@ from ..errors import MoecError
 from ..fp8 import Recipe
 from .align_rows import padded
 from .fp8_grouped_mm import fp8_grouped_dgrad, fp8_grouped_mm, fp8_grouped_wgrad
+from .fp8_linear import require_both
 from .grouped_add import grouped_add, grouped_sum
 from .quantise import DEVICES, carrier, fake
 from .quantise_act import quantise_act, quantise_act_grad, quantised_of
@@ -83,6 +84,7 @@ def _backward(ctx, grad_NI, *_):
     if grad_NI is None:
         return (None,) * 15
     counts_E, h_NA, x_qT, x_sT, *weights = ctx.saved_tensors
+    require_both(x_qT, "moec::fp8_grouped_act")
     n, recipe = len(ctx.widths), ctx.recipe
     need_x, need_w, need_b, *_ = ctx.needs_input_grad
     made = quantise_act_grad(

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..errors import MoecError
 from ..fp8 import Recipe
 from .align_rows import padded, real_rows
-from .fp8_linear import quantised_grad, taps, working_dtype
+from .fp8_linear import quantised_grad, require_both, taps, working_dtype
 from .grouped_mm import grouped_mm, grouped_mm_wgrad
 from .quantise import amax, values
 
@@ -131,6 +131,7 @@ def backward_by(dgrad: Callable[..., Tensor], wgrad: Callable[..., Tensor]) -> C
         if g is None:
             return (None,) * 14
         counts_E, x_qT, x_sT, w_qT, w_sT, grad_amax = ctx.saved_tensors
+        require_both(x_qT, "moec::fp8_grouped_mm")
         need_x, need_w, *_, need_amax, _, _ = ctx.needs_input_grad
         g_q, g_s, g_qT, g_sT = quantised_grad(g, reduced, grad_amax, counts_E, ctx.recipe, ctx.shared, need_w)
         dx = dw = None

@@ -133,6 +133,7 @@ def backward_by(dgrad: Callable[..., Tensor], wgrad: Callable[..., Tensor]) -> C
         if g is None:
             return (None,) * 13
         x_qT, x_sT, w_qT, w_sT, grad_amax = ctx.saved_tensors
+        require_both(x_qT, "moec::fp8_linear")
         need_x, need_w, *_, need_amax, _, _ = ctx.needs_input_grad
         g_q, g_s, g_qT, g_sT = quantised_grad(g, reduced, grad_amax, None, ctx.recipe, ctx.shared, need_w)
         dx = dgrad(g_q, g_s, w_qT, w_sT, ctx.recipe, ctx.dtypes[0]) if need_x else None
@@ -141,6 +142,15 @@ def backward_by(dgrad: Callable[..., Tensor], wgrad: Callable[..., Tensor]) -> C
         return dx, dw, *(None,) * 8, found, None, None
 
     return backward
+
+
+def require_both(q_T: Tensor, where: str) -> None:
+    """Raise MoecError where an operand was not quantised for the products of a derivative."""
+    if q_T.ndim == 1:
+        raise MoecError(
+            "a backward of what was computed in FP8 for evaluation alone: operands have no layout for it", where=where,
+            way_out="model.train() before the forward",
+        )  # fmt: skip
 
 
 def quantised_grad(
