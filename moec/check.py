@@ -10,8 +10,9 @@ what rounding does is measured, the finished program in its own dtypes against t
 
 A pass that changes values on purpose (``configure_router``: what ``Plan.router`` asks for) has no module to compare
 with.  From there on the oracle is its own program on one rank: every later pass must compute what one device would.
-``cast_fp8`` rounds on purpose: its program is compared with what the plan makes of the model on one rank, in FP8 too
-(the same products), and whatever comes later with it.
+``cast_fp8`` rounds on purpose, and so does what travels as a payload (``commute_quantise``): such a program is compared
+with what the plan makes of the model on one rank, rounded too (the same products, the same rows), and whatever comes
+later with it.
 """
 
 from __future__ import annotations
@@ -180,10 +181,12 @@ def check(
     before: Program | None = None
 
     def one_rank(program: Program) -> Program:
-        """What the plan makes of the model on one rank, with the same products in FP8."""
+        """What the plan makes of the model on one rank, with the same products in FP8 and the same payloads."""
         assert resolved.precision is not None
         sums = tuple(why.partition(":")[0] for why in program.why_not if PENDING in why)
         precision = replace(resolved.precision, exclude=(*resolved.precision.exclude, *sums))
+        if "commuted" not in program.facts:
+            precision = replace(precision, dispatch=None, combine=None)
         alone = Plan(inputs=plan.inputs, outputs=plan.outputs, router=plan.router, precision=precision)
         return expanded(compile_program(model, alone, 1, args, kwargs, training=model.training, loss_fn=loss_fn))
 
@@ -194,7 +197,7 @@ def check(
             oracle.changed = None
         if "configured" in program.facts and (before is None or "configured" not in before.facts):
             report.passes.append(oracle.follow(name, expanded(program)))
-        elif "fp8" in program.facts and (before is None or "fp8" not in before.facts):
+        elif _rounds(before, program, resolved):
             report.passes.append(oracle.rounded(name, expanded(program), one_rank(program)))
         elif report.passes and _unchanged(before, program):
             report.passes.append(replace(report.passes[-1], name=name))
@@ -208,6 +211,13 @@ def check(
     if program.dtype_choices:
         report.rounding = oracle.rounding(expanded(program))
     return report
+
+
+def _rounds(before: Program | None, after: Program, plan: Plan) -> bool:
+    """Has the pass between them rounded values?"""
+    new, p = after.facts - (before.facts if before is not None else set()), plan.precision
+    payloads = p is not None and (p.dispatch is not None or p.combine is not None)
+    return "fp8" in new or ("commuted" in new and payloads)
 
 
 def _unchanged(before: Program | None, after: Program) -> bool:
@@ -286,7 +296,7 @@ class _Oracle:
         return PassReport(name, {}, {}, self.changed.disagreement, oracle=True)
 
     def rounded(self, name: str, program: Program, alone: Program) -> PassReport:
-        """``program`` rounds to FP8, as ``alone`` does on one rank; later ones must compute what it does."""
+        """``program`` rounds, as ``alone`` does on one rank; later ones must compute what it does."""
         self.changed = self._run(alone)
         self.counted |= self.changed.statistics  # routers downstream choose otherwise
         report = self.compare(name, program)
