@@ -7,6 +7,7 @@ one process, and with the same plan on one device.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from unittest import mock
 
 import grid
@@ -18,6 +19,7 @@ from moec.check import _Oracle, _relative
 from moec.compiler import compile_program, expanded
 from moec.plan import Plan
 from moec.precision import Precision
+from moec.program import HISTORY
 from moec.runtime.fp8.payload import width
 from moec.runtime.ops import exchange
 
@@ -98,16 +100,22 @@ def simulated(precision, degrees, options, states):
     net, plan = grid.build("plain").float(), Plan(*degrees, precision=Precision(**precision), **options)
     program = expanded(compile_program(net, plan, 4, (), grid.batch(S=8), training=True))
     for number, state in enumerate(states):
-        net.load_state_dict(state)
+        net.load_state_dict({name: x for name, x in state.items() if not name.endswith(HISTORY)})
         truth = _Oracle(net, (), grid.batch(seed=number, S=8), None)
+        truth._full = partial(_value, truth._full, state)
         truth.cotangents = {at: g for at, g in truth.cotangents.items() if g.ndim == 0}  # of the loss alone
         found = truth._run(program, promoted=False)
         grads = {}
         for name, g in found.grads.items():
             spec = program.params[name]
-            if g is not None:
+            if g is not None and not spec.history:
                 grads |= dict(zip(spec.members, g, strict=True)) if spec.members else {spec.name: g}
         yield found.outputs["loss"], grads
+
+
+def _value(others, state, spec):
+    """Of a parameter or buffer; a history as a step finds it, whose own column is behind nobody's yet."""
+    return state[spec.name].roll(1, -1) if spec.history else others(spec)
 
 
 def apart(got, want):
@@ -123,6 +131,8 @@ def apart(got, want):
 THERE, BOTH = {"dispatch": "fp8"}, {"dispatch": "fp8", "combine": "fp8"}
 CASES = [
     ({"compute": "bf16", "fp8": "rowwise"} | THERE, (4, 1, 2, 1), {"fsdp": True}),
+    ({"compute": "bf16", "fp8": "delayed", "margin": 1} | THERE, (4, 1, 2, 1), {"fsdp": True}),
+    ({"fp8": "delayed"} | THERE, (4, 1, 4, 1), {"overlap": moec.Overlap(chunks=2)}),
     ({"fp8": "rowwise"} | THERE, (4, 1, 2, 1), {}),
     ({"compute": "bf16", "fp8": "current"} | THERE, (2, 2, 4, 1), {"sequence_parallel": True}),
     ({"compute": "bf16", "fp8": "blockwise"} | THERE, (4, 1, 4, 1), {"fsdp": True}),
@@ -136,13 +146,14 @@ was 1.3e-7; the least mistake in what is sent (scales of another row) is 1.0 off
 ALONE = {"fp32": (1e-6, 1e-6), "bf16": (1e-3, 0.05)}
 """Losses of all steps, and the first step's gradients as one vector, of one device.  In fp32 the worst were 1.2e-7 and
 2e-7.  In bf16 experts' results travel in bf16 where one device adds them up in fp32 at once, and FP8 rounds otherwise
-what is a bf16 number off: 1.9e-4 and 0.015 (without FP8: 6e-5 and 0.005)."""
+what is a bf16 number off: 1.9e-4 and 0.015 (without FP8: 6e-5 and 0.005).  What ``delayed`` learns is held to the
+latter bound, each magnitude by itself: at most 1.5e-7 off in fp32, 0.0043 in bf16."""
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("precision", "degrees", "options"),
-    [CASES[0], *(pytest.param(*case, marks=pytest.mark.nightly) for case in CASES[1:])], ids=str,
+    [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.nightly) for case in CASES[2:])], ids=str,
 )  # fmt: skip
 def test_processes_train_as_simulated_ranks_and_as_one(gloo4, precision, degrees, options):
     all_ranks = gloo4.run(on_processes, precision, degrees, options, timeout=280)
@@ -162,6 +173,12 @@ def test_processes_train_as_simulated_ranks_and_as_one(gloo4, precision, degrees
         assert max(off[0], off[1]) <= SIMULATED, off
         assert other[0] <= loss_bound
         assert number or other[3] <= grad_bound
+    learnt = [(n, a[n], b[n]) for a, b in zip(found.states, alone.states, strict=True) for n in b if n.endswith(HISTORY)]
+    assert bool(learnt) == (precision["fp8"] == "delayed")
+    for name, mine, theirs in learnt:
+        off = ((mine - theirs).abs() / theirs.clamp_min(1e-30)).max()
+        print(name, float(off))
+        assert off <= grad_bound, name
     for what, broken in found.damaged.items():
         if "scales" in what and bytes_a_row == H:
             continue  # all ranks know the one scale
