@@ -173,7 +173,8 @@ def test_processes_train_as_simulated_ranks_and_as_one(gloo4, precision, degrees
         assert max(off[0], off[1]) <= SIMULATED, off
         assert other[0] <= loss_bound
         assert number or other[3] <= grad_bound
-    learnt = [(n, a[n], b[n]) for a, b in zip(found.states, alone.states, strict=True) for n in b if n.endswith(HISTORY)]
+    states = zip(found.states, alone.states, strict=True)
+    learnt = [(name, mine[name], theirs[name]) for mine, theirs in states for name in theirs if name.endswith(HISTORY)]
     assert bool(learnt) == (precision["fp8"] == "delayed")
     for name, mine, theirs in learnt:
         off = ((mine - theirs).abs() / theirs.clamp_min(1e-30)).max()
