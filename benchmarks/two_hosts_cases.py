@@ -35,7 +35,7 @@ CALIBRATIONS = ("before", "after")
 # EP: sequences of a rank and tokens of each, hidden size, width of an expert, experts, choices, layers.
 SEQUENCES, LENGTH, HIDDEN, WIDTH, EXPERTS, CHOICES, LAYERS = 16, 256, 512, 384, 8, 2, 4
 # Dense: tokens of a rank, hidden size, layers; every layer is 8 H² parameters.
-TOKENS, DENSE_HIDDEN, DENSE_LAYERS = 384, 512, 16
+TOKENS, DENSE_HIDDEN, DENSE_LAYERS = 768, 512, 16
 
 Step = Callable[[], object]
 Inputs = dict[str, Tensor]
@@ -143,22 +143,24 @@ def nothing_sent() -> Iterator[None]:
     those that the other would have sent.  What remains in a step is its compute (and a local copy where data would
     have arrived), which is what ``compute_only`` means."""
 
-    def all_to_all(out: Tensor, x: Tensor, *_: object) -> list[object]:
+    def exchanged(out: Tensor, x: Tensor, *_: object) -> list[object]:
         n = min(len(out), len(x))
         out[:n].copy_(x[:n])
         return []
 
-    def gather(out: Tensor, x: Tensor, *_: object, **__: object) -> None:
+    def gathered(out: Tensor, x: Tensor, *_: object) -> list[object]:
         out.view(-1, *x.shape).copy_(x) if out.numel() else None
+        return []
 
-    def scatter(out: Tensor, x: Tensor, *_: object, **__: object) -> None:
+    def scattered(out: Tensor, x: Tensor, *_: object) -> list[object]:
         out.copy_(x.view(-1, *out.shape)[0])
+        return []
 
     ops = "moec.runtime.ops"
     changes = {
-        f"{ops}.exchange.start_all_to_all": all_to_all, f"{ops}.convert.start_all_to_all": all_to_all,
+        f"{ops}.exchange.start_all_to_all": exchanged, f"{ops}.convert.start_all_to_all": exchanged,
         "torch.distributed.all_reduce": lambda *_, **__: None,
-        f"{ops}.convert.all_gather_flat": gather, f"{ops}.convert.reduce_scatter_flat": scatter,
+        f"{ops}.convert.start_all_gather": gathered, f"{ops}.convert.start_reduce_scatter": scattered,
         f"{ops}.convert.on_wait": lambda *_: None, f"{ops}.exchange.on_wait": lambda *_: None,
     }  # fmt: skip
     with contextlib.ExitStack() as stack:

@@ -23,7 +23,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import cycle
 from statistics import fmean, median
 
@@ -35,8 +34,8 @@ from moec.calibrate_ops import ops
 from moec.cost.cluster import Cluster, Curve, Link
 from moec.runtime.collectives import PRIMITIVES
 from moec.runtime.errors import MoecError
-from moec.runtime.peers import start_all_to_all
-from moec.runtime.torch_compat import all_gather_flat, reduce_scatter_flat, wait
+from moec.runtime.peers import Pair, start_all_gather, start_all_to_all, start_reduce_scatter
+from moec.runtime.torch_compat import wait
 
 PRODUCTS = (16, 32, 64, 128, 256, 512, 1024)
 """Rows, columns and depth of the products."""
@@ -67,7 +66,7 @@ def calibrate(
     local, share, launch = 1, 0.0, 0.0
     if clock.world > 1:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", clock.world))
-        links = {scope: _link(clock, *groups) for scope, groups in _scopes(local).items()}  # 3
+        links = {scope: _link(clock, groups) for scope, groups in _scopes(local).items()}  # 3
         share = _share(clock)  # 4
         launch = max(0.0, _launch(clock) - overhead)
     at_once = 2 if clock.world > 1 and dist.get_backend() == "gloo" else 1  # gloo: two threads a process group
@@ -164,7 +163,7 @@ def _additions(clock: _Clock, overhead: float) -> Curve:
     return tuple((nbytes, nbytes / _beyond(took, overhead)) for nbytes, took in found)
 
 
-def _scopes(local: int) -> dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]]:
+def _scopes(local: int) -> dict[str, Pair]:
     """This rank's group inside its node, and the one of the ranks with its place in every node; each with a second one
     of the same ranks, for the way back of exchanges."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -180,17 +179,17 @@ def _scopes(local: int) -> dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]
     return found
 
 
-def _link(clock: _Clock, group: dist.ProcessGroup, back: dist.ProcessGroup) -> Link:
-    pairs = {}
-    for kind, make in (_COLLECTIVES | {"all_to_all": partial(_all_to_all, back)}).items():
-        alpha = clock.time(make(group, clock.device, SMALL), inner=20)
+def _link(clock: _Clock, groups: Pair) -> Link:
+    pairs, size = {}, groups[0].size()
+    for kind, make in _COLLECTIVES.items():
+        alpha = clock.time(make(groups, clock.device, SMALL), inner=20)
         rates = []
         for elements in LARGE:
-            took = clock.time(make(group, clock.device, elements), inner=2) - alpha
-            whole = 4 * elements * group.size()
+            took = clock.time(make(groups, clock.device, elements), inner=2) - alpha
+            whole = 4 * elements * size
             times = PRIMITIVES[kind]
             assert times is not None
-            rates.append(times * whole * (group.size() - 1) / group.size() / max(took, 1e-9))
+            rates.append(times * whole * (size - 1) / size / max(took, 1e-9))
         pairs[kind] = (alpha, median(rates))
     for kind in ("exchange", "equal", "counts"):
         pairs[kind] = pairs["all_to_all"]
@@ -198,31 +197,32 @@ def _link(clock: _Clock, group: dist.ProcessGroup, back: dist.ProcessGroup) -> L
     return Link(alpha, beta, pairs)
 
 
-def _all_reduce(group: dist.ProcessGroup, device: str, n: int) -> Callable[[], object]:
-    x = torch.zeros(n * group.size(), device=device)
-    return lambda: dist.all_reduce(x, group=group)
+def _all_reduce(groups: Pair, device: str, n: int) -> Callable[[], object]:
+    x = torch.zeros(n * groups[0].size(), device=device)
+    return lambda: dist.all_reduce(x, group=groups[0])
 
 
-def _all_gather(group: dist.ProcessGroup, device: str, n: int) -> Callable[[], object]:
-    x, out = torch.zeros(n, device=device), torch.zeros(n * group.size(), device=device)
-    return lambda: all_gather_flat(out, x, group=group)
+def _all_gather(groups: Pair, device: str, n: int) -> Callable[[], object]:
+    x, out = torch.zeros(n, device=device), torch.zeros(n * groups[0].size(), device=device)
+    return lambda: [w.wait() for w in start_all_gather(out, x, *groups)]
 
 
-def _reduce_scatter(group: dist.ProcessGroup, device: str, n: int) -> Callable[[], object]:
-    x, out = torch.zeros(n * group.size(), device=device), torch.zeros(n, device=device)
-    return lambda: reduce_scatter_flat(out, x, group=group)
+def _reduce_scatter(groups: Pair, device: str, n: int) -> Callable[[], object]:
+    x, out = torch.zeros(n * groups[0].size(), device=device), torch.zeros(n, device=device)
+    return lambda: [w.wait() for w in start_reduce_scatter(out, x, *groups)]
 
 
-def _all_to_all(back: dist.ProcessGroup, group: dist.ProcessGroup, device: str, n: int) -> Callable[[], object]:
-    x, out = torch.zeros(n * group.size(), device=device), torch.zeros(n * group.size(), device=device)
-    splits = [n] * group.size()
-    return lambda: [w.wait() for w in start_all_to_all(out, x, splits, splits, group, back)]
+def _all_to_all(groups: Pair, device: str, n: int) -> Callable[[], object]:
+    x, out = torch.zeros(n * groups[0].size(), device=device), torch.zeros(n * groups[0].size(), device=device)
+    splits = [n] * groups[0].size()
+    return lambda: [w.wait() for w in start_all_to_all(out, x, splits, splits, *groups)]
 
 
-_COLLECTIVES: dict[str, Callable[[dist.ProcessGroup, str, int], Callable[[], object]]] = {
+_COLLECTIVES: dict[str, Callable[[Pair, str, int], Callable[[], object]]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
 }
 
 

@@ -88,7 +88,7 @@ PRIMITIVES: dict[str, int | None] = {
 FUSED = frozenset({"gather_products", "products_scatter"})
 """Primitives of ops that compute beside their transfer and are over when they return."""
 
-PAIRWISE = frozenset({"all_to_all", "exchange", "counts", "equal"})
+PAIRWISE = frozenset({"all_gather", "reduce_scatter", "all_to_all", "exchange", "counts", "equal"})
 """Primitives that are sends and receives of pairs of ranks on CPUs, with a group for each direction (``peers.py``)."""
 
 TABLE: dict[str, Collective] = {

@@ -50,7 +50,7 @@ def for_purpose(key: str, purpose: str) -> str:
 
 
 def back(key: str) -> str:
-    """The key of the second group of an exchange over ``key``."""
+    """The key of the second group, for the way back, of a collective of pairs over ``key``."""
     return f"{key}-back" if "#" in key else f"{key}#-back"
 
 

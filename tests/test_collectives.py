@@ -1,14 +1,18 @@
 """The table of collectives, and the ops on real gloo processes: schemas, fakes, compilation, errors."""
 
+import gc
 import time
+import weakref
 from unittest import mock
 
 import pytest
 import torch
 from collective_cases import CONVERSIONS, KEYS, MESH, conversion, dims_of, ep_moe, moe_inputs
 
+from moec.runtime import peers, simulate
 from moec.runtime.collectives import (
     GRADIENT_TYPE,
+    PAIRWISE,
     TABLE,
     collective,
     group_of,
@@ -23,8 +27,8 @@ from moec.runtime.errors import MoecError
 from moec.runtime.groups import Groups
 from moec.runtime.mesh import Mesh, back
 from moec.runtime.ops import convert, exchange
-from moec.runtime.peers import start_all_to_all
-from moec.runtime.torch_compat import WAIT
+from moec.runtime.peers import start_all_gather, start_all_to_all, start_reduce_scatter
+from moec.runtime.torch_compat import WAIT, on_wait, wait
 
 moec_ops = torch.ops.moec
 
@@ -218,12 +222,64 @@ def test_exchanges_in_flight_keep_apart(gloo4, both_ways):
     assert len(gloo4.run(_exchanged, both_ways)) == 4
 
 
-def _directions(rank: int, world: int) -> tuple[list[tuple[str, str, int]], tuple[str, str]]:
-    """What a lowered program's exchange asks of gloo: (call, group, peer), and the names of its two groups."""
+def _summed(rank: int, world: int, both_ways: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Sums of parts and gathers in flight on one group, ranks coming one after the other; what each rank gets."""
+    group, back = torch.distributed.group.WORLD, torch.distributed.new_group() if both_ways else None
+    dtypes, found, works = (torch.float32, torch.bfloat16, torch.float64), [], []
+    for i, dtype in enumerate(dtypes):
+        x = _addends(i, world, dtype)[rank]
+        part, whole = x.new_empty(len(x) // world, 3), x.new_empty(len(x) * world, 3)
+        if i % world == rank:
+            time.sleep(0.02)
+        works += start_reduce_scatter(part, x, group, back) + start_all_gather(whole, x, group, back)
+        found.append((part, whole))
+    for work in works:
+        work.wait()
+    return found
+
+
+def _addends(i: int, world: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    gen = torch.Generator().manual_seed(i)
+    return [torch.randn(world * (7 + i), 3, generator=gen).to(dtype) for _ in range(world)]
+
+
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_sums_of_parts_and_gathers_by_pairs(gloo4, both_ways):
+    """To the bit those of a simulated world: added in the order of the ranks, rounded once."""
+    for rank, found in enumerate(gloo4.run(_summed, both_ways)):
+        for i, (part, whole) in enumerate(found):
+            xs = _addends(i, 4, part.dtype)
+            assert torch.equal(part, simulate.reduce_scatter(xs, 0, 0)[rank])
+            assert torch.equal(whole, torch.cat(xs))
+
+
+def test_a_sum_of_two_is_the_sum():
+    """Of two ranks it takes another way."""
+    parts, out = torch.randn(2, 5).to(torch.bfloat16), torch.empty(5, dtype=torch.bfloat16)
+    assert peers._Sum(out, parts, []).wait()
+    assert torch.equal(out, simulate.all_reduce(list(parts), 0, 0)[0])
+
+
+def test_a_sum_outlives_who_made_it():
+    """torch holds what ``wait`` needs: nobody else does between the start and the wait."""
+    out, parts = torch.empty(5), torch.randn(3, 5)
+    held = weakref.ref(parts)
+    on_wait(out, peers._Sum(out.data, parts, []))
+    want = parts.sum(0)
+    del parts
+    gc.collect()
+    assert held() is not None and torch.equal(wait(out), want)
+    gc.collect()
+    assert held() is None, "and lets it go behind the wait"
+
+
+def _directions(rank: int, world: int, kind: str) -> tuple[list[tuple[str, str, int]], tuple[str, str]]:
+    """What a lowered program's collective asks of gloo: (call, group, peer), and the names of its two groups."""
     groups, key = Groups(Mesh.of(dp=world, ep=world)), "dp_ep"
     graph = torch.fx.Graph()
     x, splits = graph.placeholder("x"), graph.placeholder("splits")
-    y = graph.call_function(moec_ops.all_to_all.default, (x, splits, splits, world, key))
+    how = (splits, splits) if kind == "all_to_all" else (0,)
+    y = graph.call_function(TABLE[kind].op, (x, *how, world, key))
     graph.output(graph.call_function(WAIT, (y,)))
     groups.ensure(keys_of(y))
     names = groups.name(key), groups.name(back(key))
@@ -242,13 +298,16 @@ def _directions(rank: int, world: int) -> tuple[list[tuple[str, str, int]], tupl
     with noted("isend", "group_dst"), noted("irecv", "group_src"):
         sent = torch.full((world, 2), float(rank))
         got = torch.fx.GraphModule({}, graph)(sent, torch.ones(world, dtype=torch.int64))
-    assert torch.equal(got[:, 0], torch.arange(float(world)))
+    want = {"all_to_all": range(world), "s_to_r": [r for r in range(world) for _ in range(world)], "p_to_s": [6.0]}
+    assert torch.equal(got[:, 0], torch.tensor([float(n) for n in want[kind]]))
     return calls, names
 
 
-def test_the_two_directions_of_an_exchange_have_groups_of_their_own(gloo4):
+@pytest.mark.parametrize("kind", ["all_to_all", "s_to_r", "p_to_s"])
+def test_the_two_directions_of_an_exchange_have_groups_of_their_own(gloo4, kind):
     """Over one connection a rank that is put aside while it sends keeps gloo's thread from reading what arrives."""
-    for rank, (calls, (up, down)) in enumerate(gloo4.run(_directions)):
+    assert TABLE[kind].primitive in PAIRWISE
+    for rank, (calls, (up, down)) in enumerate(gloo4.run(_directions, kind)):
         assert up != down and len(calls) == 6
         for name, group, peer in calls:
             assert group == (up if (peer > rank) == (name == "isend") else down), (rank, name, peer)
@@ -264,6 +323,19 @@ def test_other_devices_have_their_backends_own_all_to_all(monkeypatch, backend, 
     (((got, sent, recv, send), options),) = called
     assert got is out and sent is x and (recv, send) == ([1, 2], [3, 1])
     assert options == {"group": "group", "async_op": True}
+
+
+@pytest.mark.parametrize(
+    ("start", "name"), [(start_all_gather, "all_gather"), (start_reduce_scatter, "reduce_scatter")]
+)
+def test_other_devices_have_their_backends_own_gathers_and_sums(monkeypatch, start, name):
+    called = []
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(peers, f"{name}_flat", lambda *a, **k: called.append((a, k)))
+    out, x = torch.empty(4), torch.empty(2)
+    assert start(out, x, "group") == []
+    (((got, sent), options),) = called
+    assert got is out and sent is x and options == {"group": "group", "async_op": True}
 
 
 def _first_calls(rank: int, world: int) -> list[str]:

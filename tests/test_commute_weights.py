@@ -295,14 +295,14 @@ def train(commute, experts, dp, recipe):
         model = moec.parallelize(net, plan, example_inputs=tuple(batch(0)))
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
     losses, moved, grads = [], Counter(), {}
-    gather = convert.all_gather_flat
+    gather = convert.start_all_gather
 
-    def seen(out, x, **kwargs):
+    def seen(out, x, *groups):
         moved[x.dtype] += out.nbytes
-        return gather(out, x, **kwargs)
+        return gather(out, x, *groups)
 
     for step in range(3):
-        with mock.patch.object(convert, "all_gather_flat", seen):
+        with mock.patch.object(convert, "start_all_gather", seen):
             for micro in range(2):
                 out = model(*batch(2 * step + micro))
                 loss = out["loss"] if experts else out

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ..collectives import CONVERSIONS, MAXIMA, TABLE
 from ..errors import MoecError
-from ..peers import both_ways, start_all_to_all
-from ..torch_compat import all_gather_flat, on_wait, reduce_scatter_flat, wait
+from ..peers import Pair, both_ways, start_all_gather, start_all_to_all, start_reduce_scatter
+from ..torch_compat import on_wait, wait
 
 
 def convert(kind: str, x: Tensor, dim: int, to_dim: int, size: int, group: str) -> Tensor:
@@ -44,52 +44,54 @@ def part_of(x: Tensor, dim: int, size: int, kind: str) -> int:
     return whole // size
 
 
-# --- What the ranks do: a function per primitive, (x, dim, to_dim, size, kind, pg) -> tensor. -----------------------
+# --- What the ranks do: a function per primitive, (x, dim, to_dim, size, kind, groups) -> tensor. -------------------
 
 
-def _slice(x: Tensor, dim: int, to_dim: int, size: int, kind: str, pg: dist.ProcessGroup) -> Tensor:
+def _slice(x: Tensor, dim: int, to_dim: int, size: int, kind: str, groups: Pair) -> Tensor:
     part = part_of(x, dim, size, kind)
-    return x.narrow(dim, pg.rank() * part, part).clone(memory_format=torch.contiguous_format)
+    return x.narrow(dim, groups[0].rank() * part, part).clone(memory_format=torch.contiguous_format)
 
 
-def _zero_pad(x: Tensor, dim: int, to_dim: int, size: int, kind: str, pg: dist.ProcessGroup) -> Tensor:
+def _zero_pad(x: Tensor, dim: int, to_dim: int, size: int, kind: str, groups: Pair) -> Tensor:
     shape, part = list(x.shape), x.shape[dim]
     shape[dim] = size * part
     out = x.new_zeros(shape)
-    out.narrow(dim, pg.rank() * part, part).copy_(x)
+    out.narrow(dim, groups[0].rank() * part, part).copy_(x)
     return out
 
 
-def _all_reduce(x: Tensor, dim: int, to_dim: int, size: int, kind: str, pg: dist.ProcessGroup) -> Tensor:
+def _all_reduce(x: Tensor, dim: int, to_dim: int, size: int, kind: str, groups: Pair) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
-    on_wait(out, dist.all_reduce(out.data, group=pg, async_op=True))
+    on_wait(out, dist.all_reduce(out.data, group=groups[0], async_op=True))
     return out
 
 
-def _all_reduce_max(x: Tensor, dim: int, to_dim: int, size: int, kind: str, pg: dist.ProcessGroup) -> Tensor:
+def _all_reduce_max(x: Tensor, dim: int, to_dim: int, size: int, kind: str, groups: Pair) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
-    on_wait(out, dist.all_reduce(out.data, dist.ReduceOp.MAX, group=pg, async_op=True))
+    on_wait(out, dist.all_reduce(out.data, dist.ReduceOp.MAX, group=groups[0], async_op=True))
     return out
 
 
-def _all_gather(x: Tensor, dim: int, to_dim: int, size: int, kind: str, pg: dist.ProcessGroup) -> Tensor:
+def _all_gather(x: Tensor, dim: int, to_dim: int, size: int, kind: str, groups: Pair) -> Tensor:
     out, flat = _dim_outermost(x, _gathered(x, dim, size), dim)
-    on_wait(out, all_gather_flat(flat, x.movedim(dim, 0).contiguous(), group=pg, async_op=True))
+    for work in start_all_gather(flat, x.movedim(dim, 0).contiguous(), *groups):
+        on_wait(out, work)
     return out
 
 
-def _reduce_scatter(x: Tensor, dim: int, to_dim: int, size: int, kind: str, pg: dist.ProcessGroup) -> Tensor:
+def _reduce_scatter(x: Tensor, dim: int, to_dim: int, size: int, kind: str, groups: Pair) -> Tensor:
     out, flat = _dim_outermost(x, _scattered(x, dim, size, kind), dim)
-    on_wait(out, reduce_scatter_flat(flat, x.movedim(dim, 0).contiguous(), group=pg, async_op=True))
+    for work in start_reduce_scatter(flat, x.movedim(dim, 0).contiguous(), *groups):
+        on_wait(out, work)
     return out
 
 
-def _all_to_all(x: Tensor, dim: int, to_dim: int, size: int, kind: str, group: str) -> Tensor:
+def _all_to_all(x: Tensor, dim: int, to_dim: int, size: int, kind: str, groups: Pair) -> Tensor:
     # What goes to one rank lies together, ``dim`` first: [size * dim, ..., part of to_dim, ...].
     chunks = torch.cat([c.movedim(dim, 0) for c in x.split(part_of(x, to_dim, size, kind), to_dim)])
     out, flat = _dim_outermost(x, _moved(x, dim, to_dim, size, kind), dim)
     recv, send = [flat.shape[0] // size] * size, [chunks.shape[0] // size] * size
-    for work in start_all_to_all(flat, chunks, recv, send, *both_ways(group)):
+    for work in start_all_to_all(flat, chunks, recv, send, *groups):
         on_wait(out, work)
     return out
 
@@ -101,6 +103,7 @@ _RUN = {
     "all_reduce_max": _all_reduce_max,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
 }
 
 
@@ -176,12 +179,10 @@ def _define(kind: str) -> Callable:
         dim, to_dim, size, group = dims_of(x, args)
         if entry.primitive == "identity":
             return x.clone()  # a custom op may not return its input
-        pg, _ = both_ways(group)
-        if pg.size() != size:
-            raise MoecError(f"size is {size} but group {group!r} has {pg.size()} ranks", where=f"moec::{kind}")
-        if entry.primitive == "all_to_all":
-            return _all_to_all(x, dim, to_dim, size, kind, group)
-        return _RUN[entry.primitive](x, dim, to_dim, size, kind, pg)
+        groups = both_ways(group)
+        if groups[0].size() != size:
+            raise MoecError(f"size is {size} but group {group!r} has {groups[0].size()} ranks", where=f"moec::{kind}")
+        return _RUN[entry.primitive](x, dim, to_dim, size, kind, groups)
 
     def fake(x: Tensor, *args) -> Tensor:
         dim, to_dim, size, _ = dims_of(x, args)
