@@ -11,7 +11,7 @@ from hypothesis import given
 from moec import cost
 from moec.cost import timeline as module
 from moec.cost.roofline import COMPUTE
-from moec.runtime.collectives import is_start
+from moec.runtime.collectives import TABLE, is_start
 
 
 def run(g, took, **options):
@@ -74,6 +74,13 @@ def test_a_stream_works_in_order():
 def test_two_at_once_share_the_link():
     # Each gets half: a is done at 4, and b, of which 1 is left, at 5.
     assert ends(run(two(["dp_edp", "dp_edp"]), {"a": 2, "b": 3}, at_once=2)) == {"a": 4, "b": 5}
+
+
+def test_what_pairs_of_ranks_send_goes_one_behind_the_other():
+    g = two(["dp_edp", "dp_edp"])
+    for s in g.graph.find_nodes(op="call_function", target=TABLE["p_to_i"].op):
+        s.target = TABLE["p_to_s"].op
+    assert ends(run(g, {"a": 2, "b": 3}, at_once=2)) == {"a": 2, "b": 5}
 
 
 def test_streams_have_links_of_their_own_or_one():

@@ -62,7 +62,7 @@ class Cluster:
     """``node`` and ``network``; without the former all goes over the latter."""
     ranks_per_node: int = 1
     at_once: int = 1
-    """How many collectives share a link at a time; others wait for their turn."""
+    """How many reductions of one communicator run at a time; others wait for their turn."""
     comm_share: float = 0.0
     """How much of a rank's compute its communication takes while it runs (CPU: threads that send and copy)."""
     launch_s: float = 0.0

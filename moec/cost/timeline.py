@@ -1,7 +1,8 @@
 """Timeline: a graph's nodes executed in a given order, in predicted time.
 
 Compute is one queue.  A start takes its ``launch`` of it and hands its collective to its stream (the process group),
-where ``at_once`` of them run at a time, the others waiting in order.  Collectives on one link share it evenly.
+where ``at_once`` of them run at a time, the others waiting in order; what pairs of ranks send (``PAIRWISE``) goes
+through one connection, one behind the other.  Collectives on one link share it evenly.
 A wait stops compute until the collective is done.  While anything is communicated compute is slower by ``comm_share``.
 With a host that launches what a GPU runs (``host.py``), nothing begins before it is launched.
 All ranks do the same at the same time.
@@ -22,7 +23,7 @@ from moec.cost.host import HOST, Host
 from moec.cost.memory import Storages
 from moec.cost.roofline import COMPUTE, launch, link, seconds, stream
 from moec.cost.sizes import Sizes
-from moec.runtime.collectives import is_start, is_wait
+from moec.runtime.collectives import PAIRWISE, collective, is_start, is_wait
 from moec.runtime.mesh import Mesh
 
 __all__ = ["COMPUTE", "Span", "Timeline", "predict", "simulate"]
@@ -122,7 +123,10 @@ class _Clock:
 
     def _begin(self, stream: str) -> None:
         waiting = self.queues[stream]
-        while waiting and sum(j.stream == stream for j in self.running) < self.at_once:
+        while waiting:
+            most = 1 if collective(waiting[0].node.target).primitive in PAIRWISE else self.at_once  # type: ignore[union-attr]
+            if sum(j.stream == stream for j in self.running) >= most:
+                break
             job = waiting.popleft()
             job.began = self.now
             self.running.append(job)
