@@ -5,7 +5,8 @@
 Four gloo processes, anew for each contender of ``contenders.py``, train a tiny model (float32) for one step on the same
 global batch.  torch's profiler records every ``c10d`` operation of that step on rank 0 (the second step, so that
 nothing is counted that happens once), whoever issued it and through whichever interface; nothing is excluded.  *Bytes*
-are tensor bytes on one rank: the larger of what goes in and what comes out.  *MFLOP a token* are the matrix products of
+are tensor bytes on one rank: the larger of what goes in and what comes out.  Sends and receives between pairs of ranks
+that one operator of moec is made of are one collective, under the operator's name.  *MFLOP a token* are the matrix products of
 rank 0 over the tokens of the global batch: a peer that computes on all ranks what one could do alone pays there.
 *Gradients* is the largest relative difference of a parameter's gradient from the single device's on the global batch
 (those below 1% of the largest on that scale), with the model's own balancing loss off and on.
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +80,35 @@ def record(contender: Contender, batch: dict[str, Tensor]) -> tuple[dict[str, li
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
     events = [e for e in events if "Input Dims" in e.get("args", {})]
     found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for e in events:
-        if e["name"].startswith("c10d::"):
-            kind = e["name"].removeprefix("c10d::").strip("_")
-            found[kind][0] += 1
-            found[kind][1] += tensor_bytes(kind, e["args"])
+    for kind, nbytes in [*by_pairs(events), *whole(events)]:
+        found[kind][0] += 1
+        found[kind][1] += nbytes
     return dict(found), flops(events), loss
+
+
+def whole(events: list[dict[str, Any]]) -> Iterator[tuple[str, int]]:
+    for e in events:
+        kind = e["name"].removeprefix("c10d::").strip("_")
+        if e["name"].startswith("c10d::") and kind not in ("send", "recv"):
+            yield kind, tensor_bytes(kind, e["args"])
+
+
+def by_pairs(events: list[dict[str, Any]]) -> Iterator[tuple[str, int]]:
+    """The operators that sends and receives lie in; one that lies in none is a collective of its own."""
+    pairs = [e for e in events if e["name"].removeprefix("c10d::").strip("_") in ("send", "recv")]
+    ours = [e for e in events if e["name"].startswith("moec::")]
+    inside: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for e in pairs:
+        around = [o for o in ours if o["tid"] == e["tid"] and o["ts"] <= e["ts"] < o["ts"] + o["dur"]]
+        if around:
+            inside[ours.index(max(around, key=lambda o: o["ts"]))].append(e)
+        else:
+            yield e["name"].removeprefix("c10d::").strip("_"), tensor_bytes("send", e["args"])
+    for i, parts in inside.items():
+        given = tensor_bytes("", ours[i]["args"])
+        sent, got = (sum(tensor_bytes("", e["args"]) for e in parts if w in e["name"]) for w in ("send", "recv"))
+        kept = given - sent if given > sent else given  # of a gather everything goes to everyone, and stays
+        yield ours[i]["name"], max(given, got + kept)
 
 
 def tensor_bytes(kind: str, args: dict[str, Any]) -> int:

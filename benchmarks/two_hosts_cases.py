@@ -35,7 +35,7 @@ CALIBRATIONS = ("before", "after")
 # EP: sequences of a rank and tokens of each, hidden size, width of an expert, experts, choices, layers.
 SEQUENCES, LENGTH, HIDDEN, WIDTH, EXPERTS, CHOICES, LAYERS = 16, 256, 512, 384, 8, 2, 4
 # Dense: tokens of a rank, hidden size, layers; every layer is 8 H² parameters.
-TOKENS, DENSE_HIDDEN, DENSE_LAYERS = 768, 512, 16
+TOKENS, DENSE_HIDDEN, DENSE_LAYERS = 384, 512, 16
 
 Step = Callable[[], object]
 Inputs = dict[str, Tensor]
