@@ -6,8 +6,9 @@ Four gloo processes, anew for each contender of ``contenders.py``, train a tiny 
 global batch.  torch's profiler records every ``c10d`` operation of that step on rank 0 (the second step, so that
 nothing is counted that happens once), whoever issued it and through whichever interface; nothing is excluded.  *Bytes*
 are tensor bytes on one rank: the larger of what goes in and what comes out.  Sends and receives between pairs of ranks
-that one operator of moec is made of are one collective, under the operator's name.  *MFLOP a token* are the matrix products of
-rank 0 over the tokens of the global batch: a peer that computes on all ranks what one could do alone pays there.
+that one operator of moec is made of are one collective, under the operator's name.  *MFLOP a token* are the matrix
+products of rank 0 over the tokens of the global batch: a peer that computes on all ranks what one could do alone pays
+there.
 *Gradients* is the largest relative difference of a parameter's gradient from the single device's on the global batch
 (those below 1% of the largest on that scale), with the model's own balancing loss off and on.
 
