@@ -94,15 +94,17 @@ def test_one_reduction_takes_all_magnitudes():
     assert not [u for u in moec.explain(compiled()).collectives if u.kind == "m_to_i"]
 
 
-def test_a_history_of_one_rank_is_caught():
-    program = compiled((2, 1, 2, 1), "cast_fp8")
+@pytest.mark.parametrize("own", [moec.placement.S(1), moec.placement.R], ids=str)
+def test_a_history_of_one_rank_is_caught(own):
+    """And one whose gradient, magnitudes, would be added up."""
+    program = compiled((2, 1, 2, 1), "cast_fp8").fork()
     history = next(n for n in program.placeholders() if n.name.endswith(HISTORY))
-    own = {a: moec.placement.S(1) for a in program.mesh.names}
-    history.meta["types"] = own
-    with pytest.raises(MoecError):
+    history.meta["types"] = dict.fromkeys(program.mesh.names, own)
+    with pytest.raises(MoecError, match="a history of type" if own == moec.placement.R else None):
         verify(program)
-    with pytest.raises((WitnessError, MoecError)):
-        witness(program)
+    if own != moec.placement.R:
+        with pytest.raises((WitnessError, MoecError)):
+            witness(program)
 
 
 # -- processes
