@@ -16,10 +16,12 @@ from witness import WitnessError, witness
 import moec
 from moec import delayed
 from moec.check import _relative
+from moec.passes.typed import typed
 from moec.passes.verify import verify
 from moec.plan import Plan
 from moec.precision import Precision
 from moec.program import HISTORY, op_name
+from moec.runtime.collectives import TABLE
 from moec.runtime.errors import MoecError
 
 SHAPE, BATCH = Shape(4, 2, biased=True), Batch(4, 6, 0, 4)
@@ -94,17 +96,25 @@ def test_one_reduction_takes_all_magnitudes():
     assert not [u for u in moec.explain(compiled()).collectives if u.kind == "m_to_i"]
 
 
-@pytest.mark.parametrize("own", [moec.placement.S(1), moec.placement.R], ids=str)
-def test_a_history_of_one_rank_is_caught(own):
-    """And one whose gradient, magnitudes, would be added up."""
+def test_a_history_of_one_rank_is_caught():
     program = compiled((2, 1, 2, 1), "cast_fp8").fork()
     history = next(n for n in program.placeholders() if n.name.endswith(HISTORY))
-    history.meta["types"] = dict.fromkeys(program.mesh.names, own)
-    with pytest.raises(MoecError, match="a history of type" if own == moec.placement.R else None):
+    history.meta["types"] = dict.fromkeys(program.mesh.names, moec.placement.S(1))
+    with pytest.raises(MoecError):
         verify(program)
-    if own != moec.placement.R:
-        with pytest.raises((WitnessError, MoecError)):
-            witness(program)
+    with pytest.raises((WitnessError, MoecError)):
+        witness(program)
+
+
+def test_magnitudes_are_never_added_up():
+    """As the gradient of what is R would be, over the ranks."""
+    program = compiled((2, 1, 2, 1), "cast_fp8").fork()
+    note = next(n for n in program.graph.nodes if op_name(n) == "moec.note_amax")
+    (axis,) = program.mesh.names
+    args = (note.args[0], 0, program.mesh.size([axis]), axis)
+    note.args = (typed(program, note, TABLE["i_to_r"].op, *args), *note.args[1:])
+    with pytest.raises(MoecError, match="reads a history of type R"):
+        verify(program)
 
 
 # -- processes
