@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from unittest import mock
 
 import pytest
 import torch
+from spmd import Batch, Shape, build
 from test_commute_weights import Wide
+from torch import nn
 
 import moec
 from moec.passes import lower
+from moec.passes.once import quantise_once
 from moec.program import op_name
 from moec.runtime.collectives import TABLE
+from moec.runtime.once import maxima
 
 H = 256
 
@@ -100,3 +105,73 @@ def four(rank, world):
 @pytest.mark.timeout(300)
 def test_four_processes(gloo4):
     gloo4.run(four, timeout=280)
+
+
+# -- which weights, on simulated ranks
+
+
+def cut(program):
+    """``program``, of which weights are made once."""
+    program = program.fork()
+    quantise_once(program)
+    program.graph.lint()
+    return program
+
+
+def quantises(graph, *roles):
+    return [n for n in graph.nodes if op_name(n) == "moec.quantise" and n.args[5] in roles]
+
+
+def test_maxima_of_a_group_are_one_collective_each():
+    """Dense weights share tiles over all ranks of dp, experts over those that ep leaves: two groups."""
+    plan = moec.Plan(4, 1, 2, 1, fsdp=True, precision=moec.Precision(fp8="current"))
+    model, batch = build(Shape(4, 2, biased=True)), Batch(4, 6, 0, 4).tensors()
+    program = moec.compile_program(model, plan, 4, batch, {}, training=True)
+    weights = quantises(program.graph, "weight", "stack")
+    starts = [n for n in program.graph.nodes if n.target is TABLE["m_to_i"].op]
+    groups = Counter(n.args[-1] for n in starts if n.args[0].args[3] in ("weight", "stack"))
+    assert len(groups) == 2 and min(groups.values()) > 1
+    made = cut(program)
+    assert not quantises(made.graph, "weight", "stack")
+    assert len(quantises(made.once.module.graph, "weight", "stack")) == len(weights) == 5 + 2
+    together = [n for n in made.once.module.graph.nodes if n.target is maxima]
+    assert {n.args[2]: len(n.args[0]) for n in together} == groups
+
+
+class Buffered(nn.Module):
+    """A weight that training writes, if anybody does, and not the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+        self.register_buffer("fixed", torch.randn(16, 16))
+
+    def forward(self, x):
+        return self.down(torch.tanh(nn.functional.linear(self.up(x), self.fixed))).square().mean()
+
+
+@pytest.mark.parametrize(("recipe", "left"), [("current", 1), ("delayed", 3)])
+def test_what_more_than_parameters_decides_stays(recipe, left):
+    """A buffer's numbers, and weights whose scales come from histories."""
+    plan = moec.Plan(precision=moec.Precision(fp8=recipe, exclude=()))
+    program = moec.compile_program(Buffered(), plan, 1, (torch.randn(4, 16),), {}, training=True)
+    made = cut(program)
+    assert len(quantises(program.graph, "weight")) == 3
+    assert len(quantises(made.graph, "weight")) == left and (made.once is None) == (left == 3)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_experts_are_made_once_too(compute):
+    """Stacks, which are read transposed: the same losses and gradients, in the parameters' dtype."""
+    batch, found = Batch(4, 6, 0, 4).tensors(), []
+    for once in (True, False):
+        with mock.patch.object(lower, "quantise_once", lower.quantise_once if once else lambda program: None):
+            plan = moec.Plan(precision=moec.Precision(fp8="blockwise", compute=compute))
+            model = moec.parallelize(build(Shape(4, 2, biased=True)), plan, example_inputs=batch)
+        losses = [model(*batch)["loss"] for _ in range(2)]
+        for loss in losses:
+            loss.backward()
+        found.append((*losses, *(p.grad for p in model.parameters())))
+        assert model.once.runs == once
+        assert len(quantises(model.program.graph, "weight", "stack")) == (0 if once else 5 + 2)
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*found, strict=True))
