@@ -37,7 +37,7 @@ from moec.runtime.direct import direct
 from moec.runtime.errors import MoecError
 from moec.runtime.groups import Groups
 from moec.runtime.mesh import Mesh
-from moec.runtime.narrow import NARROW, NarrowCopies
+from moec.runtime.narrow import NARROW, NarrowCopies, narrow_copy
 from moec.runtime.once import ONCE, Once, Source
 from moec.runtime.reshard import RESHARDING, Resharding
 from moec.runtime.torch_compat import boxed, local_of, observed
@@ -155,7 +155,8 @@ class ParallelModule(Parameters):
         if key not in self._runners:
             self._runners[key] = Runner(program.step, self._execute)
         slots = {name: self._slots[spec.name] for name, spec in program.params.items()}
-        values = {n: self._enter(s, s.value) for n, s in slots.items()}
+        values: dict[str, Any] = {n: self._enter(s, s.value) for n, s in slots.items()}
+        values |= {narrow_copy(n): copy for n, copy in self._narrow(program).items()}
         trained = {n: Parameter(s.value, partial(self._leave, s)) for n, s in slots.items() if s.value.requires_grad}
         trained |= {n: Parameter(tensors[n], lambda grad: grad) for n, s in slots.items() if s.spec.history}
         return self._runners[key](values | tensors, trained)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 
+from moec.runtime.narrow import NARROW
 from moec.runtime.reshard import check_version
 from moec.runtime.torch_compat import boxed, local_of
 from moec.step import Step
@@ -40,19 +41,21 @@ class Runner:
     def __init__(self, step: Step, execute: Execute = boxed) -> None:
         self.step, self._execute = step, execute
         self._forward, self._inference = execute(step.forward), execute(step.inference)
-        self._names = [n.name for n in step.forward.graph.find_nodes(op="placeholder")]
+        self._names, self._read = _placeholders(step.forward), _placeholders(step.inference)
         self._backwards: dict[frozenset[int], tuple[Callable, list[str]]] = {}
 
     def __call__(self, values: dict[str, Any], params: dict[str, Parameter]) -> tuple[Any, ...]:
         """Results of the program; ``values``: its operands, ``params``: the trainable ones, both by placeholder.
 
         Operands are read as they were traced, contiguous."""
-        operands = [v.contiguous() if isinstance(v, Tensor) else v for v in (values[n] for n in self._names)]
+        values = {n: v.contiguous() if isinstance(v, Tensor) else v for n, v in values.items()}
         trained = [params.get(n) for n in self.step.params]
         if not torch.is_grad_enabled() or not self.step.differentiable or not any(trained):
             with torch.no_grad():
-                return self._inference(operands)
-        return _Step.apply(self, operands, trained, *(p and p.value for p in trained))
+                return self._inference([values[n] for n in self._read])
+        copies = {n: v for n, v in values.items() if n.startswith(f"{NARROW}_")}
+        operands = [values[n] for n in self._names]
+        return _Step.apply(self, operands, copies, trained, *(p and p.value for p in trained))
 
     def forward(self, operands: list[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         results = self._forward(operands)
@@ -64,7 +67,7 @@ class Runner:
         given = frozenset(tangents)
         if given not in self._backwards:
             graph = self.step.backward(given)
-            self._backwards[given] = self._execute(graph), [n.name for n in graph.graph.find_nodes(op="placeholder")]
+            self._backwards[given] = self._execute(graph), _placeholders(graph)
         run, names = self._backwards[given]
         known: dict[str, Any] = saved | {f"tangent_{i}": t for i, t in tangents.items()}
         operands = [known[n] if n in known else zeros(int(n.removeprefix("tangent_"))) for n in names]
@@ -72,6 +75,10 @@ class Runner:
         saved.clear()
         tangents.clear()
         return run(operands)
+
+
+def _placeholders(module: fx.GraphModule) -> list[str]:
+    return [n.name for n in module.graph.find_nodes(op="placeholder")]
 
 
 @dataclass(frozen=True)
@@ -99,13 +106,20 @@ class _Layout:
 
 class _Step(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, runner: Runner, operands: list[Any], trained: Sequence[Parameter | None], *params: Tensor | None):
+    def forward(
+        ctx,
+        runner: Runner,
+        operands: list[Any],
+        copies: dict[str, Tensor],
+        trained: Sequence[Parameter | None],
+        *params: Tensor | None,
+    ):
         ctx.set_materialize_grads(False)
         own = {id(x) for x in operands}
         outputs, saved = runner.forward(operands)
         outputs = _apart(outputs, own)
         step = runner.step
-        ctx.runner, ctx.trained = runner, trained
+        ctx.runner, ctx.copies, ctx.trained = runner, copies, trained
         ctx.mark_non_differentiable(*(o for i, o in enumerate(outputs) if i not in step.differentiable))
         ctx.layouts = {i: _Layout.of(outputs[i]) for i in step.differentiable}
         named = dict(zip(step.saved, saved, strict=True))
@@ -121,12 +135,12 @@ class _Step(torch.autograd.Function):
     def backward(ctx, *grads: Tensor | None):
         for p, version in ctx.versions:  # of a DTensor's part, whoever changes the DTensor changes no version
             check_version(p, version)
-        saved = dict(zip(ctx.names, ctx.saved_tensors, strict=True)) | ctx.numbers
+        saved = dict(zip(ctx.names, ctx.saved_tensors, strict=True)) | ctx.numbers | ctx.copies
         ctx.maybe_clear_saved_tensors()
         tangents = {i: layout.like(g) for i, layout in ctx.layouts.items() if (g := grads[i]) is not None}
         found = ctx.runner.backward(saved, tangents, lambda i: ctx.layouts[i].zeros())
         leave = [None if p is None or g is None else p.leave(g) for p, g in zip(ctx.trained, found, strict=True)]
-        return (None, None, None, *leave)
+        return (None, None, None, None, *leave)
 
 
 def _apart(outputs: Iterable[Any], seen: set[int]) -> tuple[Any, ...]:

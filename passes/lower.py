@@ -15,10 +15,13 @@ Algorithm
     3. ``bind`` (once the process groups exist) replaces group keys by the names of real groups.  If parameters are to
        be resharded after the forward, it tells ``runtime.reshard`` of every gather, casts of parameters read the
        copies of ``runtime.narrow``, and FP8 weights are what a graph of their own made last (``once.py``); each takes
-       one more placeholder.
+       one more placeholder.  Graphs of ``step`` read the copies too, each by a placeholder of its own.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace as changed
 
 import torch
 from torch import fx
@@ -32,8 +35,9 @@ from moec.placement import R
 from moec.plan import Plan
 from moec.program import Gathered, Program
 from moec.runtime.collectives import collective, keys_of, name_groups
-from moec.runtime.narrow import NARROW, narrow
+from moec.runtime.narrow import NARROW, narrow, narrow_copy
 from moec.runtime.reshard import RESHARDING, gathered
+from moec.step import Step
 
 CAST = torch.ops.aten._to_copy.default
 
@@ -67,7 +71,7 @@ def bind(program: Program, names: dict[str, str]) -> Program:
         if node.op == "call_function" and collective(node.target):
             name_groups(node, names)
     if program.step:
-        bound.step = program.step.bound(names)
+        bound.step = _narrow_step(program.step.bound(names), bound.narrowed)
     else:
         quantise_once(bound)
         if bound.narrowed:
@@ -89,6 +93,36 @@ def _narrow(program: Program) -> None:
                 read = graph.call_function(narrow, (copies, source, source.name, to))
             read.meta.update(cast.meta)
             replace(cast, read)
+
+
+def _narrow_step(step: Step, narrowed: Mapping[str, torch.dtype]) -> Step:
+    """Graphs that read the copies, forward and backward: placeholders of their own (``narrow_copy``)."""
+
+    def read(module: fx.GraphModule, prefix: str = "") -> fx.GraphModule:
+        wanted = {prefix + name: (narrow_copy(name), to) for name, to in narrowed.items()}
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(module.graph, {}))
+        first, copies = next(iter(graph.nodes)), dict[str, fx.Node]()
+        for cast in graph.find_nodes(op="call_function", target=CAST):
+            name, to = wanted.get(getattr(cast.args[0], "name", ""), ("", None))
+            if to == dtype_of(cast):
+                if name not in copies:
+                    with graph.inserting_before(first):
+                        copies[name] = graph.placeholder(name)
+                    copies[name].meta.update(cast.meta)
+                replace(cast, copies[name])
+        return fx.GraphModule(module, graph)
+
+    if not narrowed:
+        return step
+    backward = step.backward_for
+    return changed(
+        step,
+        forward=read(step.forward),
+        inference=read(step.inference),
+        backward_for=lambda given: read(backward(given), "saved_"),
+        made={},
+    )
 
 
 def _reshard(program: Program, resharded: dict[fx.Node, Gathered]) -> None:

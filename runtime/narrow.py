@@ -24,6 +24,11 @@ NARROW = "narrow"
 """Name of the placeholder of a graph that takes the copies of a run, by parameter placeholder."""
 
 
+def narrow_copy(name: str) -> str:
+    """How scheduled graphs call the copy of the parameter whose placeholder is ``name``."""
+    return f"{NARROW}_{name}"
+
+
 def narrow(copies: Mapping[str, Tensor] | None, x: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     """``x`` in ``dtype``: the copy of that name, or one made now where there are no ``copies``."""
     return x.to(dtype) if copies is None else _Narrow.apply(x, copies[name])

@@ -112,8 +112,19 @@ def test_copies_that_are_gone_hear_no_optimizer():
     torch.optim.SGD([p], lr=0.1).step()
 
 
-def test_copies_are_made_once_an_optimizer_step_on_one_rank():
-    model = parallelize()
+def parameters_cast(model: moec.ParallelModule) -> list[str]:
+    """What a run's graphs cast of parameters themselves."""
+    program, step = model.program, model.program.step
+    graphs = [program.graph] if step is None else [step.forward.graph, step.inference.graph]
+    graphs += [step.backward(step.usual()).graph] if step else []
+    casts = [c for g in graphs for c in g.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default)]
+    return [c.args[0].name for c in casts if c.args[0].name.removeprefix("saved_") in program.narrowed]
+
+
+@pytest.mark.parametrize("overlap", [None, moec.Overlap()])
+def test_copies_are_made_once_an_optimizer_step_on_one_rank(overlap):
+    model = parallelize(overlap=overlap)
+    assert (model.program.step is None) == (overlap is None) and not parameters_cast(model)
     narrowed = model.program.narrowed
     assert set(narrowed.values()) == {LOW}
     assert not any("norm" in n or "router" in n for n in narrowed)
@@ -155,8 +166,10 @@ def trains_like_one_device(rank, world):
     for name, plan in {
         "fsdp": {"dp": 4, "ep": 2, "fsdp": True},
         "tp": {"dp": 2, "tp": 2, "ep": 2, "sequence_parallel": True},
+        "scheduled": {"dp": 4, "ep": 2, "fsdp": True, "overlap": moec.Overlap()},
     }.items():
         model = parallelize(**plan)
+        assert not parameters_cast(model), name
         opt = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
         losses = []
         for steps in range(2):
