@@ -32,7 +32,7 @@ from moec.runtime.ops import convert
 
 SHAPE = Shape(4, 2, biased=True)
 BATCH = Batch(4, 6, 0, 4)
-TP, MORE, ONE = (1, 2, 2, 1), (2, 2, 2, 2), (1, 1, 1, 1)
+TP, MORE, ONE = (1, 2, 2, 1), (2, 2, 4, 1), (1, 1, 1, 1)
 
 
 def passes(commute: bool):

@@ -109,14 +109,14 @@ class Wire(DispatchMode):
         self.calls: list[tuple[str, int]] = []
         self.whole: list[tuple[StorageWeakRef, int]] = []
         for primitive in ("all_gather", "reduce_scatter"):
-            name = f"{primitive}_flat"
+            name = f"start_{primitive}"
             monkeypatch.setattr(convert, name, partial(self._call, primitive, getattr(convert, name)))
 
-    def _call(self, primitive, original, out, x, **kwargs):
+    def _call(self, primitive, original, out, x, *groups):
         self.calls.append((primitive, max(out.nbytes, x.nbytes)))
         if primitive == "all_gather":
             self.whole.append((StorageWeakRef(out.untyped_storage()), out.nbytes))
-        return original(out, x, **kwargs)
+        return original(out, x, *groups)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
