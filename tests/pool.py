@@ -9,6 +9,7 @@ What goes wrong is reported, never waited for:
   traceback as a note (``MoecError`` arrives as itself);
 * a hang, or ranks that still wait ``GRACE`` seconds after another one has raised: the stacks of all ranks are dumped,
   every worker is killed and ``PoolHang`` is raised; the next ``run`` starts new workers;
+* a job that leaves something of moec replaced (a patch that was not taken back): later jobs would run with it;
 * workers end by themselves when the process that started them is gone.
 
 ``pool.run_raising(fn, *args)`` asserts that *every* rank raises (``MoecError`` by default) and returns the exceptions.
@@ -193,7 +194,28 @@ def _join(rank: int, world: int, port: int) -> None:
 
 def _run_job(rank: int, world: int, job: bytes) -> Any:
     fn, args = pickle.loads(job)
-    return fn(rank, world, *args)
+    before = _attributes()
+    try:
+        return fn(rank, world, *args)
+    finally:
+        now = _attributes()
+        if left := sorted(name for name, value in before.items() if now.get(name) is not value):
+            raise AssertionError(f"{fn.__qualname__} left replaced: {', '.join(left)}")
+
+
+def _attributes() -> dict[str, Any]:
+    """What modules of moec and their classes have, by dotted name; submodules apart, which may be imported at any
+    time."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "moec":
+            for key, value in list(vars(module).items()):
+                if f"{name}.{key}" in sys.modules or key.startswith("__"):
+                    continue
+                found[f"{name}.{key}"] = value
+                if isinstance(value, type) and value.__module__ == name:
+                    found |= {f"{name}.{key}.{k}": v for k, v in vars(value).items() if not k.startswith("__")}
+    return found
 
 
 def _meet(rank: int, world: int) -> None:

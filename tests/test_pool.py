@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from unittest import mock
 
 import pool as pool_module
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from pool import Pool, PoolHang
 
+from moec import delayed, epilogue
 from moec.runtime.errors import MoecError
 
 
@@ -46,6 +48,23 @@ def _sleep(rank, world):
 def _die(rank, world):
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _leave_replaced(rank, world):
+    epilogue.dist = delayed.Histories.enter = None
+    raise MoecError("not this one is told")
+
+
+def _take_back(rank, world):
+    with mock.patch.object(epilogue, "dist", None), mock.patch.object(delayed.Histories, "enter"):
+        pass
+
+
+def test_what_a_job_leaves_replaced(gloo4):
+    gloo4.run(_take_back)
+    left = "left replaced: moec.delayed.Histories.enter, moec.epilogue.dist$"
+    with pytest.RaisesGroup(*[pytest.RaisesExc(AssertionError, match=left)] * 4):
+        gloo4.run(_leave_replaced)
 
 
 def test_results_by_rank_from_the_same_processes(gloo4):

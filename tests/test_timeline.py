@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from unittest import mock
 
 import grid
 import pytest
@@ -144,17 +145,15 @@ def test_collectives_are_recorded(gloo4):
 # ------------------------------------------------------------------------------------------------ calibration
 
 
-def shorter(calibrate):
-    calibrate.PRODUCTS, calibrate.ELEMENTS, calibrate.LARGE, calibrate.REPEATS = (8, 32), (16, 1024), (64, 128), 1
-    calibrate.STEADY = 0.01
+def shorter():
+    sizes = {"PRODUCTS": (8, 32), "ELEMENTS": (16, 1024), "LARGE": (64, 128), "REPEATS": 1, "STEADY": 0.01}
+    return mock.patch.multiple(sys.modules["moec.calibrate"], **sizes)
 
 
 @pytest.fixture
-def short(monkeypatch):
-    calibrate = sys.modules["moec.calibrate"]
-    for name in ("PRODUCTS", "ELEMENTS", "LARGE", "REPEATS", "STEADY"):
-        monkeypatch.setattr(calibrate, name, getattr(calibrate, name))
-    shorter(calibrate)
+def short():
+    with shorter():
+        yield
 
 
 def test_calibration_alone(short, tmp_path, capsys):
@@ -194,14 +193,8 @@ def test_an_unknown_dtype_is_refused():
 
 
 def gloo_calibrate(rank, world, local):
-    import os
-
-    shorter(sys.modules["moec.calibrate"])
-    os.environ["LOCAL_WORLD_SIZE"] = str(local)
-    try:
+    with shorter(), mock.patch.dict("os.environ", LOCAL_WORLD_SIZE=str(local)):
         return moec.calibrate(dtypes=("float32",))
-    finally:
-        del os.environ["LOCAL_WORLD_SIZE"]
 
 
 @pytest.mark.parametrize(("local", "scopes"), [(2, {"node", "network"}), (4, {"node"})])
