@@ -1,6 +1,6 @@
 """How much communication is hidden between two hosts, and how well the cost model knows it.
 
-    python benchmarks/two_hosts.py [--cases ep fsdp grad_reduction] [--rounds 5] [--rate 1gbit] [--json]
+    python benchmarks/two_hosts.py [--cases ep fsdp fsdp_kept grad_reduction] [--rounds 5] [--rate 1gbit] [--json]
 
 Two network namespaces joined by a 1 Gbit/s cable (``lab.py``), one rank of one thread in each, float32, gloo.  Every
 case runs its contenders in the same processes, taking turns; a figure is the median over rounds of the slower rank's
@@ -8,7 +8,9 @@ forward and backward, and of three repeats the median.
 
 * ``ep``: a Mixtral whose experts lie on both hosts; balanced routing, so that both have the same to do.
 * ``grad_reduction``: a deep dense model, data parallel; beside torch's DDP.
-* ``fsdp``: the same, sharded; beside torch's ``fully_shard``.
+* ``fsdp``: the same, sharded; beside torch's ``fully_shard``.  Parameters are gathered twice, for the forward and for
+  the backward: half as many bytes again as DDP sends.
+* ``fsdp_kept``: the same with ``reshard_after_forward=False`` (of ``fully_shard`` too): as many bytes as DDP.
 * ``plans``: the Mixtral under six plans, for the prediction alone.
 
 Contenders: ``unscheduled`` (the plan without ``overlap``), ``scheduled`` (with it), ``compute_only`` (the unscheduled
@@ -61,7 +63,7 @@ def summary(case: str, repeats: dict[str, list[float]]) -> dict[str, Any]:
         return {"seconds": seconds, "repeats": repeats}
     unscheduled, scheduled, compute = (seconds[n] for n in ("unscheduled", "scheduled", "compute_only"))
     sent = unscheduled - compute
-    beside = {"ep": sent, "grad_reduction": compute - seconds["forward_only"], "fsdp": compute}[case]
+    beside = {"ep": sent, "grad_reduction": compute - seconds["forward_only"]}.get(case, compute)
     hideable = min(sent, beside)
     found = {
         "hidden": (unscheduled - scheduled) / hideable,

@@ -85,7 +85,13 @@ def dense() -> tuple[nn.Module, Inputs]:
     return model, {k: torch.randn(TOKENS, DENSE_HIDDEN, generator=g) for k in ("x", "y")}
 
 
-MODELS = {"ep": mixtral, "fsdp": dense, "grad_reduction": dense, "plans": mixtral}
+MODELS = {"ep": mixtral, "fsdp": dense, "fsdp_kept": dense, "grad_reduction": dense, "plans": mixtral}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ep": {"ep": 2, "router": moec.Router(force_balance="round_robin")},
+    "fsdp": {"fsdp": True},
+    "fsdp_kept": {"fsdp": True, "reshard_after_forward": False},
+    "grad_reduction": {},
+}
 
 
 def plans(case: str, cluster: str) -> dict[str, moec.Plan]:
@@ -93,10 +99,8 @@ def plans(case: str, cluster: str) -> dict[str, moec.Plan]:
     if case == "plans":
         return _six(cluster)
     overlap = moec.Overlap(chunks="auto" if case == "ep" else 1, cluster=cluster)
-    options = {"ep": {"ep": 2, "router": moec.Router(force_balance="round_robin")}, "fsdp": {"fsdp": True}}.get(
-        case, {}
-    )
-    return {name: moec.Plan(dp=2, overlap=o, **options) for name, o in (("unscheduled", None), ("scheduled", overlap))}
+    ways = {"unscheduled": None, "scheduled": overlap}
+    return {name: moec.Plan(dp=2, overlap=o, **OPTIONS[case]) for name, o in ways.items()}
 
 
 def _six(cluster: str) -> dict[str, moec.Plan]:
@@ -181,10 +185,10 @@ def contenders(case: str, cluster: str) -> dict[str, Step]:
     if case not in ("ep", "plans"):
         ddp = DistributedDataParallel(MODELS[case]()[0])
         found["ddp"], found["torch_compute_only"] = step_of(ddp, inputs), within(ddp.no_sync, step_of(ddp, inputs))
-        sharded = MODELS[case]()[0]
-        for layer in sharded.layers:
-            fully_shard(layer)
-        found["fully_shard"] = step_of(fully_shard(sharded), inputs)
+        sharded, reshard = MODELS[case]()[0], OPTIONS[case].get("reshard_after_forward", True)
+        for module in (*sharded.layers, sharded):
+            fully_shard(module, reshard_after_forward=reshard)
+        found["fully_shard"] = step_of(sharded, inputs)
     return found
 
 

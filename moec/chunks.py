@@ -1,6 +1,6 @@
 """chunks: what ``Overlap(chunks="auto")`` means, by the cost model: how many chunks, and of what (``chunk_by``).
 
-1. The program is compiled with 1, 2 and 4 chunks, each scheduled as it would run, and its step is predicted: of whole
+1. The program is compiled with 1, 2, 3 and 4 chunks, each scheduled as it would run, and its step is predicted: of whole
    sequences, if a rank's batch has ``LEAST`` for each, and of any tokens.  What a number of chunks is refused for (an
    FP8 recipe that scales all tokens together, a bound of memory) rules out that number, not the plan.
 2. It stops where more chunks are no longer faster, and takes the fastest; of those as fast (within ``SAME``), the one
@@ -21,7 +21,7 @@ from moec.plan import Plan
 from moec.program import Program
 from moec.runtime.errors import MoecError
 
-MORE = (2, 4)
+MORE = (2, 3, 4)
 SAME = 0.01
 """Step times so close count as equal."""
 Chunks = tuple[int, By]

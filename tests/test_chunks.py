@@ -27,11 +27,12 @@ def compiled(cluster, chunks="auto", by="auto"):
 @pytest.mark.parametrize(
     ("seconds", "best", "compared"),
     [
-        ({1: 8.0, 2: 4.0, 4: 2.0}, 4, "124"),
-        ({1: 8.0, 2: 9.0, 4: 1.0}, 1, "12"),  # it stops where more are no longer faster
-        ({1: 8.0, 2: 8.01, 4: 7.96}, 1, "124"),  # of as fast, the fewest
-        ({1: 8.0, 2: None, 4: 2.0}, 4, "124"),  # what is refused rules out that number
-        ({1: None, 2: 4.0, 4: 4.5}, 2, "124"),
+        ({1: 8.0, 2: 4.0, 3: 3.0, 4: 2.0}, 4, "1234"),
+        ({1: 8.0, 2: 4.0, 3: 3.0, 4: 4.0}, 3, "1234"),
+        ({1: 8.0, 2: 9.0, 3: 1.0, 4: 1.0}, 1, "12"),  # it stops where more are no longer faster
+        ({1: 8.0, 2: 8.01, 3: 8.0, 4: 7.96}, 1, "1234"),  # of as fast, the fewest
+        ({1: 8.0, 2: None, 3: 4.0, 4: 2.0}, 4, "1234"),  # what is refused rules out that number
+        ({1: None, 2: 4.0, 3: 4.5, 4: 1.0}, 2, "123"),
     ],
 )
 def test_the_fastest_number_is_chosen(monkeypatch, seconds, best, compared):
@@ -54,7 +55,7 @@ def test_a_batch_of_few_sequences_is_cut_into_few(monkeypatch):
     """Two sequences a chunk at least; any tokens are compared as well, and of as fast, the fewest chunks."""
     monkeypatch.setattr("moec.chunks.step_seconds", lambda overlap, *_: 9.0 / overlap.chunks)
     auto = moec.Plan(overlap=moec.Overlap(chunks="auto"))
-    for sequences, most in ((3, 1), (4, 2), (7, 2), (8, 4)):
+    for sequences, most in ((3, 1), (4, 2), (5, 2), (6, 3), (7, 3), (8, 4)):
         plan, said = choose(auto, lambda plan: plan.overlap, {}, sequences)
         tried = {(int(n), by) for n, by in re.findall(r"(\d) of (\w+): ", said)}
         assert tried == {(n, "tokens") for n in MORE} | {(n, "sequences") for n in MORE if n <= most}

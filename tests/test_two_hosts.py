@@ -1,6 +1,7 @@
 """Two hosts with a network between them: torchrun starts on both, a step is exact, and nothing is left behind."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,8 @@ def test_a_step_on_two_hosts(hosts):
     result = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
     assert result["world"] == 2
     assert result["worst"] < 1e-4  # float32
+    first, second = map(set, result["cores"])
+    assert first and second and (len(os.sched_getaffinity(0)) == 1 or not first & second)
 
 
 @pytest.mark.gloo

@@ -1,6 +1,7 @@
 """What runs on both hosts of the lab (``test_two_hosts.py``): a training step with the experts divided between them."""
 
 import json
+import os
 import sys
 import time
 
@@ -26,8 +27,10 @@ def run(fail: bool) -> None:
     model(*(moec.shard_batch(x, model) for x in inputs))[0].backward()
     grads = moec.full_grads(model)
     worst = max(float((grads[n] - g).abs().max() / g.abs().max().clamp_min(1e-6)) for n, g in wanted.items())
+    cores: list = [None] * dist.get_world_size()
+    dist.all_gather_object(cores, sorted(os.sched_getaffinity(0)))
     if dist.get_rank() == 0:
-        print(json.dumps({"world": dist.get_world_size(), "worst": worst}))
+        print(json.dumps({"world": dist.get_world_size(), "worst": worst, "cores": cores}))
     dist.destroy_process_group()
 
 
