@@ -157,6 +157,7 @@ class ParallelModule(Parameters):
         slots = {name: self._slots[spec.name] for name, spec in program.params.items()}
         values: dict[str, Any] = {n: self._enter(s, s.value) for n, s in slots.items()}
         values |= {narrow_copy(n): copy for n, copy in self._narrow(program).items()}
+        values[ONCE] = self._once(program, key)
         trained = {n: Parameter(s.value, partial(self._leave, s)) for n, s in slots.items() if s.value.requires_grad}
         trained |= {n: Parameter(tensors[n], lambda grad: grad) for n, s in slots.items() if s.spec.history}
         return self._runners[key](values | tensors, trained)

@@ -15,7 +15,7 @@ Algorithm
     3. ``bind`` (once the process groups exist) replaces group keys by the names of real groups.  If parameters are to
        be resharded after the forward, it tells ``runtime.reshard`` of every gather, casts of parameters read the
        copies of ``runtime.narrow``, and FP8 weights are what a graph of their own made last (``once.py``); each takes
-       one more placeholder.  Graphs of ``step`` read the copies too, each by a placeholder of its own.
+       one more placeholder.  Graphs of ``step`` read both too, copies each by a placeholder of its own.
 """
 
 from __future__ import annotations
@@ -70,10 +70,11 @@ def bind(program: Program, names: dict[str, str]) -> Program:
     for node in bound.graph.nodes:
         if node.op == "call_function" and collective(node.target):
             name_groups(node, names)
-    if program.step:
-        bound.step = _narrow_step(program.step.bound(names), bound.narrowed)
+    bound.step = program.step and program.step.bound(names)
+    quantise_once(bound)
+    if bound.step:
+        bound.step = _narrow_step(bound.step, bound.narrowed)
     else:
-        quantise_once(bound)
         if bound.narrowed:
             _narrow(bound)
         if resharded := bound.resharded():

@@ -6,14 +6,18 @@ Legend: nothing but parameters, what is computed of them, and the collectives fo
    maxima over ranks.
 2. These nodes are copied to a graph of their own, which returns numbers and scales of both layouts of all weights.
    Maxima over the same ranks become one collective (``runtime.once.maxima``).
-3. The program takes one placeholder more and reads them from it.  Where a gradient comes back through the operand's
-   carrier, a carrier of the parameter takes its place: no cast is left that only a quantise read.
+3. The program takes one placeholder more and reads them from it, and so do the forward graphs of ``step``.  Where a
+   gradient comes back through the operand's carrier, a carrier of the parameter takes its place: no cast is left that
+   only a quantise read.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -31,25 +35,32 @@ ALONG = VIEWS | {CAST, aten.detach.default, TABLE["i_to_r"].op}
 
 
 def quantise_once(program: Program) -> None:
-    """Cut the graph of a program that is being bound."""
-    found: dict[fx.Node, list[fx.Node]] = {}
-    for node in program.graph.find_nodes(op="call_function", target=moec_ops.quantise.default):
-        if node.args[5] in ("weight", "stack") and (needs := _needs(program, node)) is not None:  # 1
-            found[node] = needs
+    """Cut the graphs of a program that is being bound."""
+    found = _quantised(program.graph, program)  # 1
     if not found:
         return
     needed = {n for needs in found.values() for n in needs}
     order = [n for n in program.graph.nodes if n in needed]
     program.once = _graph(program, order, list(found))  # 2
-    _read(program, list(found))  # 3
-    for node in reversed(order):
-        if node.op == "call_function" and not node.users:
-            program.graph.erase_node(node)
+    made = {_signature(q): k for k, q in enumerate(found)}
+    _read(program.graph, found, made)  # 3
+    if program.step:
+        cut = {f: _cut(getattr(program.step, f), program, made) for f in ("forward", "inference")}
+        program.step = replace(program.step, **cut, made={})
     left = {c.args[0].name for c in program.graph.find_nodes(op="call_function", target=CAST)}
     program.narrowed = {name: dtype for name, dtype in program.narrowed.items() if name in left}
 
 
 # -- 1
+
+
+def _quantised(graph: fx.Graph, program: Program) -> dict[fx.Node, list[fx.Node]]:
+    """What quantises parameters alone, and what it is computed from."""
+    found = {}
+    for node in graph.find_nodes(op="call_function", target=moec_ops.quantise.default):
+        if node.args[5] in ("weight", "stack") and (needs := _needs(program, node)) is not None:
+            found[node] = needs
+    return found
 
 
 def _needs(program: Program, quantise: fx.Node) -> list[fx.Node] | None:
@@ -111,20 +122,49 @@ def _graph(program: Program, order: list[fx.Node], quantised: list[fx.Node]) -> 
 # -- 3
 
 
-def _read(program: Program, quantised: list[fx.Node]) -> None:
-    graph = program.graph
+def _cut(module: fx.GraphModule, program: Program, made: dict[Hashable, int]) -> fx.GraphModule:
+    """A graph of ``step`` that reads what is ``made``; the rest it goes on making itself."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    found = {q: needs for q, needs in _quantised(graph, program).items() if _signature(q) in made}
+    if not found:
+        return module
+    _read(graph, found, made)
+    return fx.GraphModule(module, graph)
+
+
+def _signature(x: Any) -> Hashable:
+    """The same of nodes that compute the same of the same parameters in two graphs, one of which was traced from the
+    other: that adds views without effect, and process groups by purpose."""
+    if isinstance(x, list | tuple):
+        return tuple(map(_signature, x))
+    if not isinstance(x, fx.Node):
+        return x
+    if x.op == "placeholder":
+        return x.name
+    if x.target in (aten.detach.default, M_TO_I) or is_wait(x.target):
+        return _signature(x.args[0])
+    return x.target, _signature(x.args), dtype_of(x) if x.target is CAST else None
+
+
+def _read(graph: fx.Graph, found: dict[fx.Node, list[fx.Node]], made: dict[Hashable, int]) -> None:
+    order = {n: i for i, n in enumerate(graph.nodes)}
     with graph.inserting_before(next(iter(graph.nodes))):
         once = graph.placeholder(ONCE)
-    for k, node in enumerate(quantised):
+    for node in found:
+        at = made[_signature(node)]
         for item in list(node.users):
             with graph.inserting_before(item):
                 if item.args[1]:
-                    made = graph.call_function(operator.getitem, (once, 4 * k + item.args[1] - 1))
+                    read = graph.call_function(operator.getitem, (once, 4 * at + item.args[1] - 1))
                 else:
-                    made = _carrier(graph, node.args[0])
-            made.meta.update(item.meta)
-            item.replace_all_uses_with(made)
+                    read = _carrier(graph, node.args[0])
+            read.meta.update(item.meta)
+            item.replace_all_uses_with(read)
             graph.erase_node(item)
+    for node in sorted({n for needs in found.values() for n in needs}, key=order.__getitem__, reverse=True):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
 
 
 def _carrier(graph: fx.Graph, x: fx.Node) -> fx.Node:

@@ -52,19 +52,37 @@ def trained(cut, dp=1, count=2, **plan):
     return losses, [p.detach() for p in model.parameters()], runs, model
 
 
+def graphs(program):
+    """That run."""
+    step = program.step
+    if step is None:
+        return [program.graph]
+    return [g.graph for g in (step.forward, step.inference, step.backward(step.usual()))]
+
+
+def left(program):
+    """How many weights each graph quantises by itself."""
+    return [len(quantises(g, "weight", "stack")) for g in graphs(program)]
+
+
+OVERLAP = {"overlap": moec.Overlap()}
+
+
+@pytest.mark.parametrize("plan", [{}, OVERLAP], ids=["autograd", "scheduled"])
 @pytest.mark.parametrize(("recipe", "compute"), [("current", "bf16"), ("mxfp8", "fp32")])
-def test_once_a_step_and_the_same_bits(recipe, compute):
-    losses, params, runs, model = trained(True, recipe=recipe, compute=compute)
-    want_losses, want, none, _ = trained(False, recipe=recipe, compute=compute)
+def test_once_a_step_and_the_same_bits(recipe, compute, plan):
+    losses, params, runs, model = trained(True, recipe=recipe, compute=compute, **plan)
+    want_losses, want, none, uncut = trained(False, recipe=recipe, compute=compute, **plan)
     assert runs == [1, 2] and none == [0, 0]
     assert not model.program.narrowed, "no bf16 copies are kept beside"
-    assert not [n for n in model.program.graph.nodes if op_name(n) == "moec.quantise" and n.args[5] == "weight"]
+    assert not any(left(model.program)) and left(uncut.program)[0] == 2
     assert all(torch.equal(a, b) for a, b in zip(losses, want_losses, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(params, want, strict=True))
 
 
-def test_what_changes_a_parameter_is_seen():
-    model = parallelize()
+@pytest.mark.parametrize("plan", [{}, OVERLAP], ids=["autograd", "scheduled"])
+def test_what_changes_a_parameter_is_seen(plan):
+    model = parallelize(**plan)
     first, again = step(model, 1), step(model, 1)
     assert torch.equal(first, again) and model.once.runs == 1
     p = next(model.parameters())
@@ -82,12 +100,12 @@ def test_what_changes_a_parameter_is_seen():
         assert not any(t.is_inference() for t in model.once._made)  # training may read it later
 
 
-def four(rank, world):
-    (losses, params, runs, model), (want_losses, want, *_) = trained(True, world), trained(False, world)
-    assert runs == [1, 2]
+def four(rank, world, plan):
+    (losses, params, runs, model), (want_losses, want, *_) = trained(True, world, **plan), trained(False, world, **plan)
+    assert runs == [1, 2] and not any(left(model.program))
     assert all(torch.equal(a, b) for a, b in zip(losses, want_losses, strict=True)), (losses, want_losses)
     assert all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(params, want, strict=True))
-    losses, params, runs, model = trained(True, world, fsdp=True)
+    losses, params, runs, model = trained(True, world, fsdp=True, **plan)
     assert runs == [1, 2]
     uses = [c for c in moec.explain(model).collectives if c.phase == "optimizer step"]
     assert [(c.kind, c.bytes) for c in uses] == [("m_to_i", 2 * 4)], "both weights' maxima together"
@@ -98,13 +116,15 @@ def four(rank, world):
             next(model.parameters()).to_local().add_(0.5)
     step(model, 9)
     assert model.once.runs == before + 1
-    starts = [n for n in model.program.graph.nodes if n.target is TABLE["m_to_i"].op]
-    assert not [n for n in starts if op_name(n.args[0]) == "moec.amax" and n.args[0].args[3] == "weight"]
+    for graph in graphs(model.program):
+        starts = [n for n in graph.nodes if n.target is TABLE["m_to_i"].op]
+        assert not [n for n in starts if op_name(n.args[0]) == "moec.amax" and n.args[0].args[3] == "weight"]
 
 
 @pytest.mark.timeout(300)
-def test_four_processes(gloo4):
-    gloo4.run(four, timeout=280)
+@pytest.mark.parametrize("plan", [{}, OVERLAP], ids=["autograd", "scheduled"])
+def test_four_processes(gloo4, plan):
+    gloo4.run(four, plan, timeout=280)
 
 
 # -- which weights, on simulated ranks
@@ -160,18 +180,19 @@ def test_what_more_than_parameters_decides_stays(recipe, left):
     assert len(quantises(made.graph, "weight")) == left and (made.once is None) == (left == 3)
 
 
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_experts_are_made_once_too(compute):
+@pytest.mark.parametrize(("compute", "plan"), [("fp32", {}), ("bf16", {}), ("bf16", OVERLAP)])
+def test_experts_are_made_once_too(compute, plan):
     """Stacks, which are read transposed: the same losses and gradients, in the parameters' dtype."""
     batch, found = Batch(4, 6, 0, 4).tensors(), []
     for once in (True, False):
         with mock.patch.object(lower, "quantise_once", lower.quantise_once if once else lambda program: None):
-            plan = moec.Plan(precision=moec.Precision(fp8="blockwise", compute=compute))
-            model = moec.parallelize(build(Shape(4, 2, biased=True)), plan, example_inputs=batch)
+            precision = moec.Precision(fp8="blockwise", compute=compute)
+            source = build(Shape(4, 2, biased=True))
+            model = moec.parallelize(source, moec.Plan(precision=precision, **plan), example_inputs=batch)
         losses = [model(*batch)["loss"] for _ in range(2)]
         for loss in losses:
             loss.backward()
         found.append((*losses, *(p.grad for p in model.parameters())))
         assert model.once.runs == once
-        assert len(quantises(model.program.graph, "weight", "stack")) == (0 if once else 5 + 2)
+        assert left(model.program)[0] == (0 if once else 5 + 2)
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*found, strict=True))
