@@ -1,8 +1,8 @@
 """chunks: what ``Overlap(chunks="auto")`` means, by the cost model: how many chunks, and of what (``chunk_by``).
 
-1. The program is compiled with 1, 2, 3 and 4 chunks, each scheduled as it would run, and its step is predicted: of whole
-   sequences, if a rank's batch has ``LEAST`` for each, and of any tokens.  What a number of chunks is refused for (an
-   FP8 recipe that scales all tokens together, a bound of memory) rules out that number, not the plan.
+1. The program is compiled with 1, 2, 3 and 4 chunks, each scheduled as it would run, and its step is predicted: of
+   whole sequences, if a rank's batch has ``LEAST`` for each, and of any tokens.  What a number of chunks is refused for
+   (an FP8 recipe that scales all tokens together, a bound of memory) rules out that number, not the plan.
 2. It stops where more chunks are no longer faster, and takes the fastest; of those as fast (within ``SAME``), the one
    with the fewest.  What was compared is in ``why_not``.
 
