@@ -5,7 +5,7 @@
 
 Each host is a network namespace of its own with one end of a veth pair, shaped by tbf in both directions; nothing of
 the machine's own network is touched.  What is true of two machines is true of them: processes of one host reach those
-of the other over the cable alone, and ``torchrun --nnodes 2`` meets over it.  Each has half of the machine's cores; they
+of the other over the cable alone, and ``torchrun --nnodes 2`` meets over it.  Each has half of the cores; they
 share its memory.  Whatever happens (an exception, Ctrl-C, SIGTERM), processes are ended and the namespaces removed.
 
 Needs root and Linux's ``ip`` and ``tc`` (iproute2) with tbf; :func:`why_not` says what lacks.
