@@ -11,14 +11,14 @@ both, a write to ``parameter.data``, is not seen: write to the parameter under `
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .optimizer_steps import hear_steps
 
 NARROW = "narrow"
 """Name of the placeholder of a graph that takes the copies of a run, by parameter placeholder."""
@@ -66,9 +66,7 @@ class NarrowCopies:
         self._stale: set[str] = set()
         self.casts = 0
         """How many parameters were cast so far."""
-        me = weakref.ref(self)
-        handle = register_optimizer_step_post_hook(lambda *_: copies.expire() if (copies := me()) else None)
-        weakref.finalize(self, handle.remove)
+        hear_steps(self)
 
     def expire(self) -> None:
         """Every parameter may have changed."""

@@ -8,15 +8,14 @@ optimizer.  Ranks make it anew together, or collectives would not meet: whoever 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .ops.convert import convert
+from .optimizer_steps import hear_steps
 
 ONCE = "once"
 """Name of the placeholder of a graph that takes a tuple: what the other graph made."""
@@ -31,9 +30,7 @@ class Once:
         self._of: tuple[str, list[tuple[Tensor, Tensor, tuple[int, int]]]] | None = None
         self.runs = 0
         """How often it was made."""
-        me = weakref.ref(self)
-        handle = register_optimizer_step_post_hook(lambda *_: kept.expire() if (kept := me()) else None)
-        weakref.finalize(self, handle.remove)
+        hear_steps(self)
 
     def expire(self) -> None:
         """Every parameter may have changed."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from functools import cache
 from unittest import mock
 
@@ -100,16 +98,6 @@ def test_what_else_changes_a_parameter_changes_the_copy():
     with torch.inference_mode():
         p.detach().add_(1)
         assert not now().is_inference()  # training reads it later
-
-
-def test_copies_that_are_gone_hear_no_optimizer():
-    p, copies = torch.nn.Parameter(torch.randn(3)), NarrowCopies()
-    alive = weakref.ref(copies)
-    del copies
-    gc.collect()
-    assert alive() is None
-    p.grad = torch.ones(3)
-    torch.optim.SGD([p], lr=0.1).step()
 
 
 def parameters_cast(model: moec.ParallelModule) -> list[str]:
