@@ -16,7 +16,7 @@ from moec.passes import lower
 from moec.passes.once import quantise_once
 from moec.program import op_name
 from moec.runtime.collectives import TABLE
-from moec.runtime.once import maxima
+from moec.runtime.once import Once, maxima
 
 H = 256
 
@@ -86,7 +86,9 @@ def test_what_changes_a_parameter_is_seen(plan):
     first, again = step(model, 1), step(model, 1)
     assert torch.equal(first, again) and model.once.runs == 1
     p = next(model.parameters())
-    for i, change in enumerate((lambda: p.mul_(2), lambda: torch.nn.init.normal_(p), lambda: p.detach().add_(1))):
+    other_memory = lambda: setattr(p, "data", p * 2)  # noqa: E731
+    kinds = (lambda: p.mul_(2), lambda: torch.nn.init.normal_(p), lambda: p.detach().add_(1), other_memory)
+    for i, change in enumerate(kinds):
         with torch.no_grad():
             change()
         other = step(model, 1)
@@ -125,6 +127,42 @@ def four(rank, world, plan):
 @pytest.mark.parametrize("plan", [{}, OVERLAP], ids=["autograd", "scheduled"])
 def test_four_processes(gloo4, plan):
     gloo4.run(four, plan, timeout=280)
+
+
+class Behind(torch.optim.Optimizer):
+    """Writes parameters without a trace in their versions."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, {})
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.data.add_(1)
+
+
+def test_what_is_kept_is_of_one_graph_and_of_the_same_memory():
+    p, q = nn.Parameter(torch.zeros(4, 2)), nn.Parameter(torch.zeros(4, 2))
+    once = Once()
+
+    def made(graph, *sources):
+        """Is it made anew?"""
+        before = once.runs
+        (got,) = once.get(graph, sources, lambda: (sources[0][1].sum(),))
+        assert got == sources[0][1].sum() and not got.requires_grad
+        return once.runs > before
+
+    assert made("one", (p, p.detach())) and not made("one", (p, p.detach()))
+    assert made("other", (p, p.detach())), "of another graph"
+    assert made("other", (p, p), (q, q)), "of more"
+    assert made("other", (p, p.detach())) and made("other", (q, p.detach())), "whose"
+    assert made("other", (p, p.detach())) and made("other", (p, p.detach()[:2])), "a part"
+    assert made("other", (p, p.detach())) and not made("other", (p, p.detach()))
+    p.data = torch.ones(4, 2)
+    assert made("other", (p, p.detach())), "memory, at the same version"
+    Behind([p]).step()
+    assert made("other", (p, p.detach())), "an optimizer's step"
+    once.expire()
+    assert made("other", (p, p.detach())) and not made("other", (p, p.detach()))
 
 
 # -- which weights, on simulated ranks
