@@ -21,7 +21,7 @@ ONCE = "once"
 """Name of the placeholder of a graph that takes a tuple: what the other graph made."""
 
 Source = tuple[Tensor, Tensor]
-"""A parameter, and this rank's part of it."""
+"""A parameter, and this rank's part of it, detached: a tensor of its own, which shows what memory was read."""
 
 
 class Once:
