@@ -5,8 +5,9 @@
 
 Each host is a network namespace of its own with one end of a veth pair, shaped by tbf in both directions; nothing of
 the machine's own network is touched.  What is true of two machines is true of them: processes of one host reach those
-of the other over the cable alone, and ``torchrun --nnodes 2`` meets over it.  Each has half of the cores; they
-share its memory.  Whatever happens (an exception, Ctrl-C, SIGTERM), processes are ended and the namespaces removed.
+of the other over the cable alone, and ``torchrun --nnodes 2`` meets over it.  Each has half of the machine's cores
+(``cores``), and they share its memory.  Whatever happens (an exception, Ctrl-C, SIGTERM), processes are ended and the
+namespaces removed.
 
 Needs root and Linux's ``ip`` and ``tc`` (iproute2) with tbf; :func:`why_not` says what lacks.
 """
@@ -82,7 +83,7 @@ def cores(host: int) -> set[int]:
     """Which of the machine's cores a host has; with only one, both have that.
 
     Left to the kernel, a rank that wakes up may be put where the other host's rank computes, although its own core is
-    free: the two are then up to 20 ms apart within a layer of 100 ms, and each waits for the other (measured)."""
+    free: the two are then up to 24 ms apart within a layer of 150 ms, and each waits for the other (measured)."""
     usable = sorted(os.sched_getaffinity(0))
     half = len(usable) // 2
     return set(usable[:half] if host == 0 else usable[half : 2 * half]) or set(usable)
